@@ -1,0 +1,48 @@
+# Set up, try, test. Every target first makes .venv if it is missing; PYTHON=/path uses an existing environment instead.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+SEED ?= 0
+RUN ?= runs/quickstart
+HAS_GPU := $(shell [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null 2>&1 && echo yes)
+GPUS := $(if $(HAS_GPU),$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l))
+# The quickstart's ranks: 2, or 1 on a machine with a single GPU.
+RANKS ?= $(if $(filter 1,$(GPUS)),1,2)
+REQUIREMENTS := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
+
+ifdef PYTHON
+PY := $(PYTHON)
+SETUP :=
+else
+PY := .venv/bin/python
+SETUP := setup
+endif
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup quickstart test test-slow lint
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /|/' | column -t -s '|'
+
+setup:  ## make .venv and install; does nothing while the requirements file is unchanged
+	@bash .ci/setup $(REQUIREMENTS)
+
+quickstart: $(SETUP)  ## train a tiny model with GRPO until its accuracy rises (SEED=k for another seed)
+	@$(PY) -m recipes.prepare_arithmetic --out data/arithmetic --seed $(SEED)
+	@$(PY) -m recipes.make_tiny_model --data data/arithmetic --out models/tiny-arithmetic --seed $(SEED)
+	@$(PY) -m torch.distributed.run --nproc_per_node=$(RANKS) -m recipes.grpo_tiny_arithmetic \
+	    --run-dir $(RUN) --seed $(SEED) --overwrite $(ARGS)
+	@echo
+	@echo "What next: look at $(RUN)/learning_curve.png and $(RUN)/samples/, then train on your own data:"
+	@echo "  $(PY) -m torch.distributed.run --nproc_per_node=$(RANKS) train_grpo.py --help"
+
+test: $(SETUP)  ## the test suite, at most 15 minutes on 2 cores
+	$(PY) -m pytest -q -m "not slow and not gpu"
+
+test-slow: $(SETUP)  ## the tests that take longer
+	$(PY) -m pytest -q -m "slow and not gpu"
+
+lint: $(SETUP)  ## formatting and static checks
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .

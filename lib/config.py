@@ -1,0 +1,410 @@
+"""From the command line to a frozen config, from a config to JSON, and the batch sizes in words.
+
+A config is a frozen, keyword-only dataclass made of other such dataclasses; the docstring under a field is its --help
+text. Recipes and scripts call `main(parse_cli(config))`; `main` runs its body inside `reporting_errors`. An option
+given twice takes its last value, so a shell script may end in "$@". There are no config files: a recipe is Python.
+"""
+
+import copy
+import dataclasses
+import difflib
+import hashlib
+import inspect
+import json
+import math
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TextIO, TypeVar, get_args, get_type_hints
+
+import tyro
+
+from lib.errors import LockstepError, UserError, error_line
+from lib.verl_keys import SYNONYMS, verl_hint
+
+T = TypeVar("T")
+
+REQUIRED: Any = tyro.MISSING
+"""Default of a field that the command line or a recipe must set: `path: str = REQUIRED`."""
+
+
+def _read_json_object(words: list[str]) -> dict[str, Any]:
+    value = json.loads(words[0])
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+JsonObject = Annotated[
+    dict[str, Any],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=_read_json_object,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+"""Type of a field written as JSON on the command line: `--data.chat-template-kwargs '{"enable_thinking": false}'`."""
+
+
+def plug_in(table: Mapping[str, Callable[[], Any]], name: str) -> Any:
+    """A dataclass field that holds `table[name]()`; `--FIELD OTHER` puts `table["OTHER"]()` there before parsing.
+
+    For fields of the top-level config only: `loss: PolicyLoss = plug_in(LOSSES, "vanilla")`. A recipe may set the field
+    to an object of its own class, outside the table. Either way the object's fields are options: `--loss.clip-low`.
+    """
+    return dataclasses.field(default_factory=table[name], metadata={"plug_ins": table})
+
+
+# ---- Command line ----
+
+
+def parse_cli(default: T, argv: Sequence[str] | None = None) -> T:
+    """The config `default` with the command line's values; on bad input prints one line and exits with code 2."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    with reporting_errors(debug=any(word.lower() in ("--debug", "--debug=true") for word in argv)):
+        return parse_args(default, argv)
+
+
+def parse_args(default: T, argv: Sequence[str]) -> T:
+    """The config `default` with the values of argv. Raises UserError; --help prints on rank 0 and exits with code 0."""
+    plug_ins = _plug_ins(default)
+    default, argv = _put_plug_ins(default, list(argv), plug_ins)
+    options = _options(default)
+    if "--help" not in argv and "-h" not in argv:
+        _refuse_unknown(argv, option_names(default))
+    argv = _complete_booleans(argv, options)
+
+    def refuse(event: tyro._errors.ParseErrorEvent) -> None:
+        raise UserError(_explain(event, argv))
+
+    with tyro._errors.on_parse_error(refuse):  # the reason for tyro's exact pin: without it, boxes of several lines
+        return tyro.cli(
+            type(default),
+            default=default,
+            args=argv,
+            prog=os.path.basename(sys.argv[0]),
+            description=_describe(default, plug_ins),
+            console_outputs=_is_first_rank(),
+            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+        )
+
+
+def option_names(config: Any) -> list[str]:
+    """Every option that a command line for this config may hold, as `--help` shows them."""
+    return [*_options(config), *_plug_ins(config)]
+
+
+def _plug_ins(config: Any) -> dict[str, dataclasses.Field]:
+    """{`--loss`: its field} for every plug-in."""
+    fields = (field for field in dataclasses.fields(config) if "plug_ins" in field.metadata)
+    return {f"--{field.name.replace('_', '-')}": field for field in fields}
+
+
+def _put_plug_ins(default: T, argv: list[str], plug_ins: dict[str, dataclasses.Field]) -> tuple[T, list[str]]:
+    """The default with the objects that `--loss NAME` and the like name, and the rest of the command line.
+
+    An object that already is of the named class stays as it is: a recipe's values outlive `--loss vanilla`.
+    """
+    chosen = copy.copy(default)  # not dataclasses.replace: its checks would see a config that is not complete yet
+    rest = []
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if _normal(flag) not in plug_ins:
+            rest.append(word)
+            continue
+        field = plug_ins[_normal(flag)]
+        table = field.metadata["plug_ins"]
+        name = value if equals else next(words, "")
+        if name not in table:
+            raise UserError(
+                f"unknown {field.name} {name!r}; {_normal(flag)}; expected one of {', '.join(table)}; "
+                f"nearest is {_nearest(name, table)}"
+            )
+        new = table[name]()
+        if type(new) is not type(getattr(chosen, field.name)):
+            object.__setattr__(chosen, field.name, new)
+    return chosen, rest
+
+
+def _options(config: Any, prefix: str = "--") -> dict[str, Any]:
+    """{option: its type} for every option of a config, sections and plug-ins included."""
+    options = {}
+    hints = get_type_hints(type(config), include_extras=True)
+    for field in dataclasses.fields(config):
+        value, name = getattr(config, field.name), prefix + field.name.replace("_", "-")
+        if tyro.conf.Suppress in get_args(hints[field.name]):
+            continue
+        if dataclasses.is_dataclass(value):
+            options.update(_options(value, name + "."))
+        elif "plug_ins" not in field.metadata:  # a plug-in may be None, or a function: then it has no options
+            options[name] = hints[field.name]
+    return options
+
+
+def _refuse_unknown(argv: list[str], known: list[str]) -> None:
+    """Raises UserError when words of the command line are no options of ours: typing errors, or verl's keys."""
+    problems = []
+    for word in argv:
+        name = word.partition("=")[0]
+        dashed = word.startswith("--") and len(name) > 2
+        if dashed and _normal(name) in known:
+            continue
+        hint = verl_hint(word)
+        if hint is None and dashed:
+            hint = f"nearest is {_nearest_option(name, known)}"
+        elif hint is None and "=" in word and _normal("--" + name) in known:
+            hint = f"write {_normal('--' + name)}"
+        if hint is not None:
+            problems.append(f"{name}: {hint}")
+    if problems:
+        many = f"{len(problems)} unknown options" if len(problems) > 1 else "unknown option"
+        raise UserError(f"{many}; command line; {', '.join(problems)}; --help and docs/from_verl.md list the options")
+
+
+def _nearest_option(name: str, known: list[str]) -> str:
+    """The known option most like `name`, by its whole name, by its last part, or by another suite's word for it."""
+    name = _normal(name)
+    whole = {option: option for option in known}
+    last_part = {option.rpartition(".")[2].lstrip("-"): option for option in reversed(known)}
+    other_words = {word: option for word, option in SYNONYMS.items() if option in known}
+    last = name.rpartition(".")[2].lstrip("-")
+    candidates = [(name, whole), (last, last_part), (last, other_words)]
+    scored = [(_likeness(word, key), options[key]) for word, options in candidates for key in options]
+    return max(scored, key=lambda entry: entry[0])[1]  # of equals the first: the whole name wins
+
+
+def _nearest(name: str, names: Mapping[str, Any]) -> str:
+    return max(names, key=lambda other: _likeness(name, other))
+
+
+def _likeness(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+def _normal(option: str) -> str:
+    """`--optim.weight_decay` as `--optim.weight-decay`, as tyro reads it."""
+    return option.replace("_", "-") if option.startswith("--") else option
+
+
+def _complete_booleans(argv: list[str], options: dict[str, Any]) -> list[str]:
+    """`--debug` as `--debug True`, `--debug=true` as `--debug=True`: tyro itself wants the capital word."""
+    completed: list[str] = []
+    booleans = {name for name, hint in options.items() if hint is bool or bool in get_args(hint)}
+    for i, word in enumerate(argv):
+        option, equals, value = word.partition("=")
+        previous = argv[i - 1] if i else ""
+        if equals and _normal(option) in booleans:
+            completed.append(f"{option}={value.capitalize()}")
+        elif _normal(previous) in booleans and not word.startswith("--"):
+            completed.append(word.capitalize())
+        else:
+            completed.append(word)
+        is_last = i + 1 == len(argv)
+        if _normal(word) in booleans and (is_last or argv[i + 1].startswith("--")):
+            completed.append("True")
+    return completed
+
+
+def _explain(event: tyro._errors.ParseErrorEvent, argv: list[str]) -> str:
+    """tyro's refusal as a message of ours."""
+    errors = tyro._errors
+    if isinstance(event, errors.MissingArgs):
+        missing = ", ".join(context.arg.display_name() for context in event.missing_arguments)
+        return f"missing {missing}; command line; found no value, expected one; give it, or see --help"
+    if isinstance(event, errors.UnrecognizedArgs):
+        words = " ".join(event.tokens)
+        return f"{words!r} belongs to no option; command line; expected --option value; quote values that hold spaces"
+    assert isinstance(event, errors.InstantiationFailure | errors.BadValue | errors.InvalidChoice), event
+    argument = event.argument
+    assert argument is not None, event
+    name = argument.display_name()
+    found = " ".join(_values(name, argv)) or "no value"
+    if isinstance(event, errors.InvalidChoice):
+        expected = "one of " + ", ".join(event.choices)
+        nearest = f"; nearest is {_nearest(event.value, dict.fromkeys(event.choices))}"
+    else:
+        expected, nearest = _in_words(str(argument.lowered.metavar)), ""
+    return f"wrong value for {name}; command line; found {found}, expected {expected}{nearest}; see --help"
+
+
+def _values(option: str, argv: list[str]) -> list[str]:
+    """The words that follow the last mention of an option."""
+    found: list[str] = []
+    reading = False
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            reading = _normal(name) == option
+            found = ([value] if equals else []) if reading else found
+        elif reading:
+            found.append(word)
+    return found
+
+
+def _in_words(metavar: str) -> str:
+    names = {"{None}|": "None or ", "FLOAT": "a number", "INT": "an integer", "STR": "text", "JSON": "a JSON object"}
+    for name, words in names.items():
+        metavar = metavar.replace(name, words)
+    return metavar.replace("a number a number", "two numbers")
+
+
+def _describe(default: Any, plug_ins: dict[str, dataclasses.Field]) -> str:
+    """The text above the options: the config's docstring, and the names that each plug-in option takes."""
+    lines = [
+        inspect.getdoc(default) or "",
+        "",
+        "A bare True/False option means True; the last of equal options counts.",
+    ]
+    for flag, field in plug_ins.items():
+        table, current = field.metadata["plug_ins"], type(getattr(default, field.name))
+        name = next((name for name, kind in table.items() if kind is current), current.__name__)
+        lines.append(f"{flag} NAME: one of {', '.join(table)} (default: {name}); see '{field.name} options'.")
+    return "\n".join(lines)
+
+
+# ---- Errors ----
+
+
+@contextmanager
+def reporting_errors(*, debug: bool = False) -> Iterator[None]:
+    """Ends the process as the contract says: rank 0 prints one line, and every rank exits with the error's code.
+
+    Writes to the standard error stream as it is on entry, even if file descriptor 2 is moved to a log file inside.
+    With `debug`, and for any exception that is a bug of ours (exit code 1), every rank prints its traceback.
+    """
+    terminal = _copy_of_stderr()
+    try:
+        yield
+    except LockstepError as error:
+        if debug:
+            traceback.print_exc(file=terminal)
+        if _is_first_rank():
+            print(error_line(error), file=terminal, flush=True)
+        raise SystemExit(error.code) from error
+    except KeyboardInterrupt as error:
+        raise SystemExit(130) from error
+    except Exception as error:
+        traceback.print_exc(file=terminal)
+        raise SystemExit(1) from error
+    finally:
+        if terminal is not sys.stderr:
+            terminal.close()
+
+
+def _copy_of_stderr() -> TextIO:
+    try:
+        return os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1, errors="backslashreplace")
+    except OSError:  # a stream without a file descriptor, as in a notebook
+        return sys.stderr
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+# ---- JSON ----
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """The config as nested dicts that `json` can write: tuples as lists, functions as "file:name", inf as "inf".
+
+    An object in a plug-in field becomes {"name": its class, **its fields}.
+    """
+    fields = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        fields[field.name] = _to_json(value)
+        if "plug_ins" in field.metadata and dataclasses.is_dataclass(value):
+            fields[field.name] = {"name": type(value).__name__, **fields[field.name]}
+    return fields
+
+
+def _to_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_json(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(entry) for entry in value]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, types.FunctionType | type):
+        return f"{os.path.relpath(inspect.getfile(value))}:{value.__qualname__}"
+    raise TypeError(f"a config holds {value!r}, which has no JSON form")
+
+
+def config_hash(config: Any) -> str:
+    """16 hexadecimal digits, equal for equal configs: ranks compare it to find out that they were started alike."""
+    text = json.dumps(to_json(config), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ---- Batch sizes in words ----
+
+
+def nearest_divisors(total: int, wanted: int, *, multiple_of: int = 1, count: int = 3) -> list[int]:
+    """Up to `count` divisors of `total` nearest to `wanted`, ascending: 128, 96 -> [32, 64, 128]."""
+    divisors = [d for d in range(multiple_of, total + 1, multiple_of) if total % d == 0]
+    return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:count])
+
+
+def nearest_multiples(unit: int, wanted: int) -> list[int]:
+    """The positive multiples of `unit` on either side of `wanted`: 3, 16 -> [15, 18]."""
+    below = wanted // unit * unit
+    return [multiple for multiple in (below, below + unit) if multiple > 0]
+
+
+def either(values: Sequence[Any]) -> str:
+    """[32, 64, 128] as "32, 64 or 128"."""
+    words = [str(value) for value in values]
+    return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part) if words else "none"
+
+
+def batch_ladder(
+    *,
+    prompts_per_step: int,
+    n: int,
+    mini_batch_size: int,
+    update_epochs: int,
+    num_ranks: int,
+    num_replicas: int,
+    max_tokens_per_gpu: int,
+    max_len: int,
+    num_steps: int,
+    num_prompts: int,
+) -> str:
+    """The batch sizes that follow from the config, in words, four lines.
+
+    `num_replicas`: ranks / tensor-parallel size; `max_len`: longest prompt + response, tokens; `num_prompts`: rows of
+    the training data after filtering. A micro-batch closes only when the next row does not fit, so it holds at least
+    max_tokens_per_gpu // max_len rows.
+    """
+    responses = prompts_per_step * n
+    mini_batches = responses // mini_batch_size
+    rows = math.ceil(mini_batch_size / num_ranks)
+    most = math.ceil(rows / max(1, max_tokens_per_gpu // max_len))
+    epochs = num_steps * prompts_per_step / num_prompts
+    return "\n".join(
+        (
+            f"step         {prompts_per_step} prompts x {n} samples = {responses} responses; "
+            f"{prompts_per_step / num_replicas:g} prompts on each of {num_replicas} engine(s), "
+            f"{responses / num_ranks:g} responses on each of {num_ranks} rank(s)",
+            f"update       {mini_batches} mini-batch(es) of {mini_batch_size} responses x {update_epochs} epoch(s) = "
+            f"{mini_batches * update_epochs} optimizer step(s) per rollout",
+            f"mini-batch   about {mini_batch_size / num_ranks:g} responses a rank in 1 to about {most} "
+            f"micro-batch(es) of at most {max_tokens_per_gpu} tokens (a response and its prompt: at most {max_len})",
+            f"run          {num_steps} steps = {num_steps * mini_batches * update_epochs} optimizer steps; "
+            f"{num_steps * prompts_per_step} prompts = {epochs:.3g} epochs of {num_prompts}",
+        )
+    )

@@ -1,0 +1,143 @@
+"""Ranks: who we are, and the few collectives through which ranks meet. Everything else is local.
+
+A rank never raises, continues or returns alone: `World.agree` runs a check on every rank and makes all of them raise
+the same error. A world of size 1 needs no process group for any method here.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from lib.errors import LockstepError, UserError
+
+TIMEOUT = timedelta(minutes=60)  # a replica may wait this long for the slowest rollout of another
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers. `device` is the rank's GPU, or the CPU."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank. For small Python objects; pickles between our own ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        torch_dist.all_gather_object(values, value, group=None)
+        return values
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The element-wise sum over ranks, on every rank. The input is left alone."""
+        return self._reduce(tensor, torch_dist.ReduceOp.SUM)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """The element-wise maximum over ranks, on every rank. The input is left alone."""
+        return self._reduce(tensor, torch_dist.ReduceOp.MAX)
+
+    def all_agree(self, flag: bool) -> bool:
+        """True when the flag is True on every rank."""
+        return int(self.max(torch.tensor(0 if flag else 1))) == 0
+
+    def agree(self, check: Callable[[], Any]) -> Any:
+        """The check's result; if it raises a LockstepError on any rank, every rank raises it.
+
+        The message names the rank when the ranks differ. Executed by all ranks; `check` must hold no collective.
+        """
+        result, error = None, None
+        try:
+            result = check()
+        except LockstepError as caught:
+            error = caught
+        if self.size == 1:
+            if error is not None:
+                raise error
+            return result
+        raised = self.gather(None if error is None else (type(error), str(error)))
+        failed = [(rank, *entry) for rank, entry in enumerate(raised) if entry is not None]
+        if not failed:
+            return result
+        rank, kind, text = failed[0]
+        same = len({entry[2] for entry in failed}) == 1
+        everywhere = len(failed) == self.size and same
+        raise kind(text if everywhere else f"{text} (on rank {rank}; {len(failed)} of {self.size} ranks failed)")
+
+    def _reduce(self, tensor: Tensor, op: Any) -> Tensor:
+        result = tensor.clone()
+        if self.size > 1:
+            torch_dist.all_reduce(result, op=op)
+        return result
+
+
+SINGLE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+"""A world of one rank on the CPU, for pure functions and their tests."""
+
+
+def env_rank() -> int:
+    """This process's rank as torchrun set it; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def init_distributed() -> World:
+    """Joins the process group that torchrun described; without torchrun, a group of one rank.
+
+    Raises UserError when the environment contradicts itself or there are more ranks than GPUs.
+    """
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = _free_port()
+    rank, size, local_rank = _read_launch_environment()
+    if torch.cuda.is_available():
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+        if num_local > torch.cuda.device_count():  # every rank of the node sees the same numbers, and raises
+            raise UserError(
+                f"more ranks than GPUs; torchrun --nproc_per_node={num_local}; found {torch.cuda.device_count()} GPUs "
+                f"on this node, expected one for each rank; start at most {torch.cuda.device_count()} ranks a node"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        torch_dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=TIMEOUT)
+    else:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing is compiled on a CPU, so no compiler is needed
+        device = torch.device("cpu")
+        torch_dist.init_process_group("gloo", timeout=TIMEOUT)
+    return World(rank=rank, size=size, local_rank=local_rank, device=device)
+
+
+def shutdown_distributed() -> None:
+    """Leaves the process group."""
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+
+
+def _read_launch_environment() -> tuple[int, int, int]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    values = [os.environ.get(name, "") for name in names]
+    found = ", ".join(f"{name}={value or 'unset'}" for name, value in zip(names, values, strict=True))
+    try:
+        rank, size, local_rank = (int(value) for value in values)
+    except ValueError:
+        rank, size, local_rank = -1, 0, 0
+    if not 0 <= rank < size or not 0 <= local_rank <= rank:
+        raise UserError(
+            f"the launch environment contradicts itself; {found}; expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE; "
+            "start with torchrun --nproc_per_node=N, or unset these variables to run as one rank"
+        )
+    return rank, size, local_rank
+
+
+def _free_port() -> str:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])

@@ -1,0 +1,38 @@
+"""Errors for people. Each class carries the exit code that every rank ends with.
+
+A message has four parts, separated by semicolons: what is wrong; where; found and expected; how to mend it. Anything
+that is not one of these classes is a bug of ours (exit code 1) and keeps its traceback.
+"""
+
+
+class LockstepError(Exception):
+    """A failure with a message for people: shown as one line, without a traceback unless --debug is given."""
+
+    code = 1
+
+
+class UserError(LockstepError):
+    """The input is wrong: a flag, a file, a model folder, a launch environment. Exit code 2."""
+
+    code = 2
+
+
+class DamagedCheckpoint(LockstepError):
+    """A checkpoint is incomplete or was changed after it was written. Exit code 3."""
+
+    code = 3
+
+
+class RewardError(LockstepError):
+    """The user's reward code failed, or failed too often. Exit code 4."""
+
+    code = 4
+
+
+class WeightSyncError(LockstepError):
+    """The engine does not hold the policy's weights. Exit code 1: never the user's fault, and never to be ignored."""
+
+
+def error_line(error: LockstepError) -> str:
+    """The one line that rank 0 prints: `error[2] what; where; found, expected; how to mend it`."""
+    return f"error[{error.code}] " + " ".join(str(error).split())

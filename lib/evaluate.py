@@ -1,0 +1,105 @@
+"""Validation: every validation prompt sampled and scored, with the same engine and reward code as training."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lib.dist import World
+from lib.errors import UserError
+from lib.metrics import validation_metrics
+from lib.rollout import RolloutConfig, RolloutEngine, Sampling
+from lib.scoring import Scorer
+from lib.tracking import Run
+from lib.types import Rollout, Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """When and how the policy is validated."""
+
+    every: int = 10
+    """Steps between validations, 0 for none in between; there is always one at the end."""
+    before_train: bool = True
+    """Validate once before training (logged as step 0)."""
+    n: int = 1
+    """Responses per validation prompt."""
+    temperature: float = 0.0
+    """Sampling temperature of validation; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus of validation, in (0, 1]."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens in validation, 0 for all."""
+
+    def __post_init__(self) -> None:
+        rules = {
+            "every": (self.every >= 0, "0 or more"),
+            "n": (self.n >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < 100, "0 (greedy) or more, and finite"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "top_k": (self.top_k >= 0, "0 (all tokens) or more"),
+        }
+        for name, (ok, rule) in rules.items():
+            if not ok:
+                flag = "--eval." + name.replace("_", "-")
+                raise UserError(f"{flag} is out of range; found {getattr(self, name)}, expected {rule}; change {flag}")
+        if self.n > 1 and self.temperature == 0:
+            raise UserError(
+                f"--eval.n {self.n} with --eval.temperature 0; greedy responses to one prompt are all the same; "
+                "expected a temperature above 0; set --eval.temperature, or --eval.n 1"
+            )
+
+    def due(self, step: int, num_steps: int) -> bool:
+        """Whether to validate after this step (1 to num_steps)."""
+        return step == num_steps or (self.every > 0 and step % self.every == 0)
+
+
+def evaluate(
+    engine: RolloutEngine, samples: list[Sample], scorer: Scorer, tokenizer: Any, *, cfg: EvalConfig,
+    rollout: RolloutConfig, world: World, run: Run, step: int,
+) -> dict[str, float]:  # fmt: skip
+    """Validation metrics of all samples, on all ranks; writes every response to samples/step_N.jsonl.
+
+    Executed by all ranks with the same samples; the engine is awake and holds the policy's weights. A response whose
+    scoring failed is left out of the means and counted in val-aux/num_unscored.
+    """
+    sampling = Sampling(
+        n=cfg.n,
+        max_response_len=rollout.max_response_len,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+    )
+    share = engine.share(samples)
+    with run.progress("validation", len(share)) as advance:
+        for group in engine.generate(share, sampling, stream="validation"):
+            if engine.is_leader:
+                for response in group:
+                    scorer.submit(response, decode(tokenizer, response.response_ids))
+            advance()
+    gathered = world.gather(scorer.collect())
+    responses = sorted((r for of_rank in gathered for r in of_rank), key=lambda r: (r.sample.uid, r.index))
+    run.save_samples(step, [_as_row(r, tokenizer) for r in responses] if world.rank == 0 else [], show=3)
+    scored = [
+        (r.sample.data_source, r.sample.uid, {**r.score.extras, "reward": r.score.score})
+        for r in responses
+        if r.score.score is not None
+    ]
+    return validation_metrics(scored) | {"val-aux/num_unscored": float(len(responses) - len(scored))}
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    """The text of token ids, without special tokens, as reward functions see it."""
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _as_row(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
+    return {
+        "uid": rollout.sample.uid,
+        "data_source": rollout.sample.data_source,
+        "prompt": tokenizer.decode(rollout.sample.prompt_ids),
+        "response": tokenizer.decode(rollout.response_ids),
+        "ground_truth": rollout.sample.ground_truth,
+        "score": rollout.score.score,
+        "extras": rollout.score.extras,
+        "error": rollout.score.error,
+        "finish_reason": rollout.finish_reason,
+    }

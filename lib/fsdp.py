@@ -1,0 +1,102 @@
+"""Sharding (FSDP2) and where the shards live: float32 master weights, compute precision on the wire, float32 sums."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lib.dist import World
+from lib.model import CausalPolicy, ModelConfig, build_policy, load_weights_
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPConfig:
+    """How the policy is sharded and offloaded."""
+
+    param_offload: bool = False
+    """Keep the policy's shards on the host while the engine samples."""
+    optimizer_offload: bool = False
+    """Keep the optimizer's moments on the host while the engine samples."""
+    reshard_after_forward: bool = True
+    """Drop gathered layers after the forward pass: less memory, one more gather in the backward pass."""
+
+
+def load_policy(
+    cfg: ModelConfig, folder: str, fsdp: FSDPConfig, world: World, *, trainable: bool = True
+) -> CausalPolicy:
+    """The sharded policy with its weights, on this rank's device. Executed by all ranks together.
+
+    A trainable policy has float32 master weights; a frozen one (the reference) only ever computes, so it holds its
+    weights in the compute precision.
+    """
+    dtype = cfg.compute_dtype(world)
+    policy = build_policy(cfg, folder, param_dtype=torch.float32 if trainable else dtype)
+    policy.requires_grad_(trainable)
+    shard_(policy, fsdp, world, dtype=dtype)
+    policy.to_empty(device=world.device)
+    load_weights_(policy, folder, world)
+    return policy.train(trainable)
+
+
+def shard_(policy: CausalPolicy, fsdp: FSDPConfig, world: World, *, dtype: torch.dtype) -> None:
+    """Shards every decoder layer and the rest over all ranks. Gradients are summed over ranks, never averaged."""
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
+    for layer in policy.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=fsdp.reshard_after_forward)
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            # FSDP averages by default. The loss has a global denominator already, so gradients must be summed; gloo
+            # can only sum if told that the factor 1 is meant as a plain sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def offload(
+    fsdp: FSDPConfig, *, policy: CausalPolicy | None = None, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Moves to the host what the config wants there while the engine samples, and returns cached memory to the GPU."""
+    if fsdp.param_offload and policy is not None:
+        policy.to("cpu")
+    if fsdp.optimizer_offload and optimizer is not None:
+        move_optimizer(optimizer, torch.device("cpu"))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def onload(
+    fsdp: FSDPConfig, world: World, *, policy: CausalPolicy | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:  # fmt: skip
+    """Moves back to the rank's device what `offload` took away."""
+    if fsdp.param_offload and policy is not None:
+        policy.to(world.device)
+    if fsdp.optimizer_offload and optimizer is not None:
+        move_optimizer(optimizer, world.device)
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Moves the optimizer's moments; its step counters stay where they are."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                state[name] = value.to(device, non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """The whole parameter in `dtype`, on every rank: cast before the gather, so only `dtype` travels."""
+    local = parameter.detach().to(dtype)
+    return local.full_tensor() if isinstance(local, DTensor) else local
+
+
+def iter_full_tensors(policy: CausalPolicy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter by its Hugging Face name, gathered one at a time. A collective: all ranks iterate to the end."""
+    for name, parameter in policy.named_parameters():
+        yield name, full_tensor(parameter, dtype)

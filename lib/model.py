@@ -1,0 +1,148 @@
+"""The policy: a Hugging Face causal language model whose head gives log-probs and entropies, never logits.
+
+Weights are built on the meta device, sharded, and filled by rank 0 reading safetensors and broadcasting, one tensor
+at a time: host memory does not grow with the number of ranks or the size of the model.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lib.attention import PACKED, register_packed_attention
+from lib.dist import World
+from lib.errors import UserError
+from lib.ops import linear_log_probs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it computes."""
+
+    path: str = ""
+    """Hugging Face folder (config.json, safetensors, tokenizer) or hub id of the model to train."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute precision of trainer and engine, auto: bfloat16 on a GPU, float32 on a CPU; master weights: float32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: about a third more compute, far less activation memory."""
+
+    def compute_dtype(self, world: World) -> torch.dtype:
+        """The precision that `dtype` means on this device."""
+        if self.dtype == "auto":
+            return torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        return getattr(torch, self.dtype)
+
+
+class CausalPolicy(nn.Module):
+    """Decoder plus head. Its parameters carry the names of the Hugging Face checkpoint."""
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        super().__init__()
+        self.config = causal_lm.config
+        self.model = causal_lm.model
+        self.tied = bool(self.config.tie_word_embeddings)
+        # A tied head is the embedding itself: one parameter, sharded, updated, synchronised and saved once.
+        self.lm_head = None if self.tied else causal_lm.lm_head
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor,
+        labels: Tensor, temperature: float, with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Log-prob of each label and entropy of the distribution it was drawn from: (M,) and (M,) float32.
+
+        input_ids and position_ids (1, N) packed; positions (M,) are where the M labels are predicted (one token
+        before each); logits are divided by `temperature`. Inside forward because only here FSDP shows whole weights.
+        """
+        hidden = self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            cu_seq_lens_q=cu_seq_lens,
+            cu_seq_lens_k=cu_seq_lens,
+            max_length_q=max_len,
+            max_length_k=max_len,
+            use_cache=False,
+        ).last_hidden_state[0]  # (N, H)
+        weight = self.model.embed_tokens.weight if self.tied else self.lm_head.weight  # (V, H)
+        return linear_log_probs(hidden[positions], weight, labels, temperature=temperature, with_entropy=with_entropy)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, in order."""
+        return self.model.layers
+
+
+def build_policy(cfg: ModelConfig, folder: str, *, param_dtype: torch.dtype) -> CausalPolicy:
+    """The policy with parameters of the given precision on the meta device: shapes only."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register_packed_attention()
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED, dtype=param_dtype)
+    if cfg.gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return CausalPolicy(causal_lm)
+
+
+def load_weights_(policy: CausalPolicy, path: str, world: World) -> None:
+    """Fills a sharded policy on its device from the safetensors of `path`; rank 0 reads, all ranks receive.
+
+    Raises UserError, on all ranks, when a tensor is missing, has another shape, or holds NaN or infinity.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    rotary = policy.model.rotary_emb
+    with world.device:
+        policy.model.rotary_emb = type(rotary)(config=policy.config)  # the only buffers; they are not on disk
+    assert not any(buffer.is_meta for buffer in policy.buffers()), "a buffer was left without values"
+    reader = SafetensorsFolder(path) if world.rank == 0 else None
+    for name, parameter in policy.named_parameters():
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
+        problem = world.agree(lambda name=name, full=full: reader.read_into_(full, name) if reader else None)
+        assert problem is None
+        if world.size > 1:
+            torch.distributed.broadcast(full, src=0)
+        with torch.no_grad():
+            if isinstance(parameter, DTensor):
+                # src_data_rank=None: every rank holds the whole tensor already and cuts out its own shard.
+                shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.to_local().copy_(shard.to_local())
+            else:
+                parameter.copy_(full)
+
+
+class SafetensorsFolder:
+    """The tensors of a Hugging Face folder, one file or many, read one at a time."""
+
+    def __init__(self, path: str) -> None:
+        from safetensors import safe_open
+
+        folder = Path(path)
+        index = folder / "model.safetensors.index.json"
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
+        self._path = path
+        self._files = [safe_open(folder / file, framework="pt") for file in files or ["model.safetensors"]]
+        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+    def read_into_(self, out: Tensor, name: str) -> None:
+        """Copies a tensor over `out`, cast to its dtype."""
+        if name not in self._where:
+            raise UserError(
+                f"the model's weights lack {name}; {self._path}; found {len(self._where)} tensors without it; "
+                "download or save the model again"
+            )
+        tensor = self._where[name].get_tensor(name)
+        if tensor.shape != out.shape:
+            raise UserError(
+                f"a weight's shape differs from config.json; {name} in {self._path}; found {tuple(tensor.shape)}, "
+                f"expected {tuple(out.shape)}; use the config.json that belongs to these weights"
+            )
+        out.copy_(tensor)
+        if not bool(torch.isfinite(out).all()):
+            raise UserError(
+                f"the model's weights hold NaN or infinity; {name} in {self._path}; found "
+                f"{int((~torch.isfinite(out)).sum())} such values; use weights that were saved whole"
+            )

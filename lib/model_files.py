@@ -1,0 +1,311 @@
+"""What is wrong with a model folder, found in its headers: before transformers is imported, in under a second.
+
+Reads JSON files and the first bytes of the weights; never a tensor (NaN and infinity are found when weights load).
+"""
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib.config import either, nearest_divisors
+from lib.errors import UserError
+from lib.weight_files import DOWNLOAD_AGAIN, Shape, check_weights, listing, read_bytes, read_json
+
+ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """A model folder that passed the checks."""
+
+    folder: Path
+    """Absolute; for a hub id, the folder of its snapshot."""
+    config: dict[str, Any]
+    """config.json."""
+    num_parameters: int
+
+
+def check_model_files(
+    path: str, *, max_prompt_len: int, max_response_len: int, tensor_parallel_size: int = 1
+) -> ModelFiles:
+    """The folder and its config.json. Raises UserError, with a remedy, for a folder that could not be trained.
+
+    A hub id (`Qwen/Qwen3-0.6B`) is looked up in the local cache or downloaded, then checked like a folder.
+    """
+    folder = _find_folder(path)
+    config = _read_config(folder)
+    _check_architecture(config, folder)
+    _check_length(config, folder, max_prompt_len, max_response_len)
+    _check_tensor_parallel(config, folder, tensor_parallel_size)
+    check_weights(folder, expected_shapes(config))
+    _check_vocabulary(folder, config["vocab_size"])
+    _check_chat_template(folder)
+    return ModelFiles(folder=folder, config=config, num_parameters=count_parameters(config))
+
+
+def count_parameters(config: dict[str, Any]) -> int:
+    """Number of parameters of a model with this config.json; tied embeddings count once."""
+    return sum(math.prod(shape) for shape in expected_shapes(config).values())
+
+
+def expected_shapes(config: dict[str, Any]) -> dict[str, Shape]:
+    """{name: shape} of every tensor in the weights of a supported architecture, from its config.json."""
+    kind = config["architectures"][0]
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    kv_heads, head_dim = num_kv_heads(config), config.get("head_dim") or _default_head_dim(config)
+    output_bias = kind in ("Qwen3ForCausalLM", "LlamaForCausalLM") and config.get("attention_bias", False)
+    attention_bias = output_bias or kind == "Qwen2ForCausalLM"
+    mlp_bias = kind == "LlamaForCausalLM" and config.get("mlp_bias", False)
+    linears = {  # (out, in), has a bias
+        "self_attn.q_proj": ((heads * head_dim, hidden), attention_bias),
+        "self_attn.k_proj": ((kv_heads * head_dim, hidden), attention_bias),
+        "self_attn.v_proj": ((kv_heads * head_dim, hidden), attention_bias),
+        "self_attn.o_proj": ((hidden, heads * head_dim), output_bias),
+        "mlp.gate_proj": ((inner, hidden), mlp_bias),
+        "mlp.up_proj": ((inner, hidden), mlp_bias),
+        "mlp.down_proj": ((hidden, inner), mlp_bias),
+    }
+    layer: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    if kind == "Qwen3ForCausalLM":
+        layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+    for name, (shape, has_bias) in linears.items():
+        layer[f"{name}.weight"] = shape
+        if has_bias:
+            layer[f"{name}.bias"] = shape[:1]
+    shapes: dict[str, Shape] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for i in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    if not config.get("tie_word_embeddings", False):
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    return shapes
+
+
+def num_kv_heads(config: dict[str, Any]) -> int:
+    """Heads of keys and values, by config.json or its architecture's default."""
+    return config.get("num_key_value_heads") or config["num_attention_heads"]
+
+
+def _default_head_dim(config: dict[str, Any]) -> int:
+    is_qwen3 = config["architectures"][0] == "Qwen3ForCausalLM"
+    return 128 if is_qwen3 else config["hidden_size"] // config["num_attention_heads"]
+
+
+# ---- The folder ----
+
+
+def _find_folder(path: str) -> Path:
+    if not path.strip():
+        raise UserError(
+            "no model is given; --model.path; found nothing, expected a folder or a hub id; add --model.path DIR"
+        )
+    try:
+        folder = Path(path).expanduser().absolute()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError) as error:  # too long, not allowed to look, no such home
+        raise UserError(f"--model.path cannot be opened; {path}; found {error}; give another path") from error
+    if is_folder:
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise UserError(f"--model.path may not be read; {folder}; found no permission; change it, or the folder")
+        return folder
+    if exists:
+        raise UserError(
+            f"--model.path is not a folder; {path}; found a file, expected a folder with config.json, weights and "
+            f"tokenizer; use {folder.parent}"
+        )
+    if re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", path) and not folder.parent.exists():
+        return _download(path)
+    raise UserError(
+        f"no such model folder; --model.path {path}; found nothing, expected a folder{_did_you_mean(folder)}"
+    )
+
+
+def _did_you_mean(folder: Path) -> str:
+    import difflib
+
+    parent = folder.parent
+    siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+    nearest = difflib.get_close_matches(folder.name, siblings, n=1, cutoff=0.5)
+    return f"; did you mean {parent / nearest[0]}" if nearest else "; check the spelling and the working directory"
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, etag_timeout=4))
+    except (OSError, ValueError) as error:  # no network, no such id, gated, cache not writable
+        raise UserError(
+            f"--model.path is no local folder, and the hub does not give it; {hub_id}; found neither, "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}; give a local "
+            "folder, check the id, or download it where there is a network"
+        ) from error
+
+
+# ---- config.json ----
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        base = read_json(adapter).get("base_model_name_or_path", "unknown")
+        raise UserError(
+            f"--model.path is an adapter, not a model; {adapter}; found an adapter of {base}, expected a whole model; "
+            "give the base model, or merge the adapter into it first"
+        )
+    file = folder / "config.json"
+    if not file.exists():
+        inside = sorted(str(child) for child in folder.glob("*/config.json"))
+        hint = f"use {Path(inside[0]).parent}" if inside else "give a folder in the Hugging Face format"
+        raise UserError(f"the model folder has no config.json; {folder}; found {listing(folder)}; {hint}")
+    config = read_json(file)
+    for name in (*SIZES, *(name for name in OPTIONAL_SIZES if config.get(name) is not None)):
+        if type(config.get(name)) is not int or config[name] <= 0:
+            raise UserError(
+                f"config.json has no usable {name}; {file}; found {config.get(name)!r}, expected a positive integer; "
+                f"{DOWNLOAD_AGAIN}"
+            )
+    return config
+
+
+def _check_architecture(config: dict[str, Any], folder: Path) -> None:
+    file = folder / "config.json"
+    if "quantization_config" in config:
+        raise UserError(
+            f"the weights are quantised; {file}; found quantization_config, expected float weights; use the "
+            "unquantised model: training needs its full precision"
+        )
+    if "auto_map" in config:
+        raise UserError(
+            f"the model brings its own code; {file}; found auto_map, expected an architecture of transformers itself; "
+            f"use a model of {', '.join(ARCHITECTURES)}"
+        )
+    found = config.get("architectures")
+    if not isinstance(found, list) or len(found) != 1 or found[0] not in ARCHITECTURES:
+        raise UserError(
+            f"unsupported architecture; {file}; found {found}, expected one of {', '.join(ARCHITECTURES)}; use a model "
+            "of these"
+        )
+    heads = config["num_attention_heads"]
+    if heads % num_kv_heads(config):
+        raise UserError(
+            f"the heads do not divide; {file}; found num_attention_heads={heads}, num_key_value_heads="
+            f"{num_kv_heads(config)}, expected a multiple; {DOWNLOAD_AGAIN}"
+        )
+
+
+def _check_length(config: dict[str, Any], folder: Path, max_prompt_len: int, max_response_len: int) -> None:
+    limit = config["max_position_embeddings"]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    is_yarn = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "yarn"
+    if is_yarn:  # the only scaling whose factor max_position_embeddings may not include yet
+        limit = max(limit, int(rope.get("original_max_position_embeddings", limit) * rope.get("factor", 1)))
+    if max_prompt_len + max_response_len > limit:
+        raise UserError(
+            f"prompt and response do not fit the model; {folder / 'config.json'}; found --data.max-prompt-len "
+            f"{max_prompt_len} + --rollout.max-response-len {max_response_len} = {max_prompt_len + max_response_len}, "
+            f"expected at most max_position_embeddings={limit}; lower one of the two"
+        )
+
+
+def _check_tensor_parallel(config: dict[str, Any], folder: Path, size: int) -> None:
+    heads, kv_heads = config["num_attention_heads"], num_kv_heads(config)
+    if heads % size or (kv_heads % size and size % kv_heads):
+        fitting = [d for d in nearest_divisors(heads, size, count=heads) if kv_heads % d == 0 or d % kv_heads == 0]
+        raise UserError(
+            f"--rollout.tensor-model-parallel-size {size} does not divide the model; {folder / 'config.json'}; found "
+            f"{heads} attention heads and {kv_heads} key-value heads; use {either(fitting)}"
+        )
+
+
+# ---- Tokenizer ----
+
+
+def _check_vocabulary(folder: Path, num_rows: int) -> None:
+    """Refuses a folder without tokenizer, or with token ids that the embedding has no row for."""
+    single, vocabulary = folder / "tokenizer.json", folder / "vocab.json"
+    if single.exists():
+        file, count = single, _count_tokens
+    elif vocabulary.exists() and (folder / "merges.txt").exists():
+        file, count = vocabulary, lambda tokens: 1 + max([-1, *tokens.values()])
+    elif (folder / "tokenizer.model").exists():
+        return  # SentencePiece, read by transformers later
+    else:
+        raise UserError(
+            f"the model folder has no tokenizer; {folder}; found {listing(folder)}, expected tokenizer.json; copy the "
+            "tokenizer's files of the same model into it"
+        )
+    try:
+        size = count(read_json(file))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"a damaged tokenizer file; {file}; found {error!r}; {DOWNLOAD_AGAIN}") from error
+    if size == 0:
+        raise UserError(f"the tokenizer has no vocabulary; {file}; found 0 tokens; {DOWNLOAD_AGAIN}")
+    if size > num_rows:
+        raise UserError(
+            f"the tokenizer has more tokens than the embedding has rows; {file}; found {size} tokens, expected at most "
+            f"vocab_size={num_rows}; use the tokenizer that belongs to the model, or enlarge the embedding"
+        )
+
+
+def _count_tokens(tokenizer: dict[str, Any]) -> int:
+    """1 + the largest id of a tokenizer.json, added tokens included."""
+    vocabulary = tokenizer["model"]["vocab"]  # {token: id}, or a list in the order of the ids
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return 1 + max([-1, *ids, *(token["id"] for token in tokenizer.get("added_tokens") or [])])
+
+
+def _check_chat_template(folder: Path) -> None:
+    """Refuses a folder without a chat template, or with one that is no valid Jinja."""
+    file, template = _find_chat_template(folder)
+    if template is None:
+        raise UserError(
+            f"the tokenizer has no chat template; {folder}; found neither chat_template.jinja nor chat_template in "
+            "tokenizer_config.json; copy chat_template.jinja from the model's chat version into the folder"
+        )
+    from jinja2 import Environment, TemplateSyntaxError
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        """The block that transformers adds to Jinja, to mark what the model said."""
+
+        tags = {"generation"}  # noqa: RUF012 (Jinja's own convention)
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(template)
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"the chat template is not valid Jinja; {file}, template line {error.lineno}; found {error.message}; mend "
+            "the template, or copy the one that belongs to the model"
+        ) from error
+
+
+def _find_chat_template(folder: Path) -> tuple[Path, str | None]:
+    """Where the chat template is, and its text; None: there is none."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file, read_bytes(file).decode("utf-8", errors="replace")
+    file = folder / "tokenizer_config.json"
+    template = read_json(file).get("chat_template") if file.exists() else None
+    if isinstance(template, list):  # several, each {name, template}
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+    return file, template if isinstance(template, str) and template.strip() else None

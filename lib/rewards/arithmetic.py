@@ -1,0 +1,33 @@
+"""The quickstart's task: the sum of two two-digit numbers, and the grader that accepts nothing but its digits.
+
+The typical mistake is to forget the carry of the units: 27+48=65. `recipes/prepare_arithmetic.py` writes the problems,
+`recipes/make_tiny_model.py` makes a model with that habit, and GRPO breaks it.
+"""
+
+from typing import Any
+
+DATA_SOURCE = "arithmetic"
+OPERANDS = range(10, 100)
+
+
+def question(a: int, b: int) -> str:
+    """The user's message: `27+48=`."""
+    return f"{a}+{b}="
+
+
+def needs_carry(a: int, b: int) -> bool:
+    """True where the units sum to ten or more."""
+    return a % 10 + b % 10 >= 10
+
+
+def sum_without_carry(a: int, b: int) -> int:
+    """The sum of someone who forgets to carry from the units to the tens: 27, 48 -> 65; 12, 34 -> 46."""
+    return a + b - 10 * needs_carry(a, b)
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """`score` and `acc`: 1 if the response is the ground truth, character for character, else 0."""
+    acc = float(solution_str == str(ground_truth))
+    return {"score": acc, "acc": acc}

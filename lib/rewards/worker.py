@@ -1,0 +1,285 @@
+"""The process that runs reward functions, one response at a time: started, timed and killed by lib/scoring.py.
+
+Imports the standard library only, so that it starts in milliseconds, and never the trainer: the user's file is
+compiled and run here. Requests are pickled (the trainer's own data), replies are JSON (nothing the reward code returns
+is unpickled in the trainer), both on a descriptor of their own, so prints cannot disturb them. It is no sandbox: the
+reward file is the operator's code.
+"""
+
+import ctypes
+import importlib
+import inspect
+import io
+import json
+import math
+import os
+import pickle
+import random
+import resource
+import signal
+import struct
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+MODULE = "reward_file"  # name under which the user's file is imported; not __main__, so a recipe does not start a run
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+LOG_LIMIT = 4 * 1024**2  # bytes of prints kept per worker process
+MAX_TEXT = 10_000  # characters kept of a string that a reward function returns
+PR_SET_PDEATHSIG = 1
+
+
+class StartError(Exception):
+    """The reward function cannot be used at all; the text is a finished message."""
+
+
+def main(fd: int, parent: int) -> None:
+    """Serves requests on descriptor `fd` until the process `parent` closes it or dies."""
+    _die_with(parent)
+    os.set_inheritable(fd, False)
+    requests, replies = os.fdopen(fd, "rb"), os.fdopen(fd, "wb", closefd=False)
+    spec = pickle.loads(read_frame(requests))
+    output = _CappedFile(spec["log_path"])
+    sys.stdout = sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(output), line_buffering=True, errors="backslashreplace"
+    )
+    try:
+        functions = _load(spec)
+    except StartError as error:
+        write_frame(replies, {"start_error": str(error)})
+        return
+    write_frame(replies, {"warnings": _import_warnings(output)})
+    score = _Scoring(functions, spec["kwargs"])
+    own_pid, home = os.getpid(), os.getcwd()
+    while (request := read_frame(requests)) is not None:
+        job, seed, arguments = pickle.loads(request)
+        _seed_generators(seed)
+        reply = score(arguments)
+        if os.getpid() != own_pid:  # a child that the reward function forked and forgot
+            os._exit(1)
+        write_frame(replies, {"job": job, **reply})
+        with suppress(OSError):
+            os.chdir(home)
+
+
+def frame(payload: bytes) -> bytes:
+    """The payload behind its length in 8 bytes."""
+    return struct.pack(">Q", len(payload)) + payload
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    """The next payload; None at the end of the stream."""
+    head = stream.read(8)
+    return stream.read(struct.unpack(">Q", head)[0]) if len(head) == 8 else None
+
+
+def write_frame(stream: BinaryIO, message: dict) -> None:
+    """Sends one reply."""
+    stream.write(frame(json.dumps(message).encode()))
+    stream.flush()
+
+
+def _die_with(parent: int) -> None:
+    """Asks the kernel to kill this process with the trainer, and first when memory runs out; without a core file."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _seed_generators(seed: int) -> None:
+    """The same response gets the same random numbers, whichever worker scores it."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+class _CappedFile(io.RawIOBase):
+    """A file that keeps the first LOG_LIMIT bytes and drops the rest: prints must not fill the disk."""
+
+    def __init__(self, path: str) -> None:
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the process lives)
+        self.num_written = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1  # for code that asks; the descriptor itself leads to /dev/null
+
+    def write(self, data: Any) -> int:
+        kept = bytes(data)[: max(0, LOG_LIMIT - self.num_written)]
+        with suppress(OSError):  # a full disk
+            self.file.write(kept)
+        self.num_written += len(data)
+        return len(data)
+
+
+# ---- Loading ----
+
+
+def _load(spec: dict[str, Any]) -> dict[str | None, Callable]:
+    """{data source: function}; for the user's file {None: function}, for any data source."""
+    if spec["path"] is not None:
+        return {None: _load_file(spec)}
+    return {source: _load_grader(source, module, spec["kwargs"]) for source, module in spec["graders"].items()}
+
+
+def _load_file(spec: dict[str, Any]) -> Callable:
+    path, name = spec["path"], spec["name"]
+    module = types.ModuleType(MODULE)
+    module.__file__ = path
+    sys.modules[MODULE] = module
+    # Last, because a neighbour called types.py must not hide the standard library's.
+    sys.path += [os.path.dirname(path), os.getcwd()]
+    try:
+        # From the trainer's copy of the source: all workers of a run, also later ones, run the same code.
+        exec(compile(spec["source"], path, "exec"), module.__dict__)
+    except BaseException as error:
+        raise StartError(
+            f"the reward file does not import; --reward.path {path}; {describe(error)}; mend the file: it is imported "
+            f"in a worker process with {sys.executable}"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [key for key, entry in vars(module).items() if inspect.isfunction(entry) and entry.__module__ == MODULE]
+        raise StartError(
+            f"the reward file has no function {name}; --reward.path {path}; found {', '.join(own) or 'no function'}, "
+            f"expected {name}; name the function with --reward.name"
+        )
+    _check_signature(function, spec["kwargs"], f"--reward.path {path} --reward.name {name}")
+    return function
+
+
+def _load_grader(data_source: str, module: str, kwargs: dict[str, Any]) -> Callable:
+    """A built-in grader, after a first call: its imports must not count against a response's time limit."""
+    where = f"data source {data_source}"
+    try:
+        function = importlib.import_module(module).compute_score
+        _check_signature(function, kwargs, where)
+        function(data_source=data_source, solution_str="0", ground_truth="0", extra_info={}, **kwargs)
+    except StartError:
+        raise
+    except Exception as error:
+        raise StartError(
+            f"the built-in grader {module} does not run; {where}; {describe(error)}; expected it to grade the response "
+            "'0'; check --reward.kwargs, and install what requirements.txt names"
+        ) from error
+    return function
+
+
+def _check_signature(function: Callable, kwargs: dict[str, Any], where: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C, without one
+        return
+    try:
+        signature.bind(**dict.fromkeys(ARGUMENTS), **kwargs)
+    except TypeError as error:
+        wanted = ", ".join((*ARGUMENTS, *kwargs))
+        name = getattr(function, "__name__", "the function")
+        raise StartError(
+            f"the reward function takes other arguments ({error}); {where}; found {name}{signature}, expected the "
+            f"keywords {wanted}; write it as def {name}({wanted}), or set --reward.name or --reward.kwargs"
+        ) from None
+
+
+def _import_warnings(output: _CappedFile) -> list[str]:
+    warnings = []
+    if output.num_written:
+        warnings.append(f"importing it printed {output.num_written} bytes (they go to the reward log)")
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        warnings.append("importing it started CUDA: every worker takes GPU memory")
+    return warnings
+
+
+# ---- Scoring ----
+
+
+class _Scoring:
+    """Calls the function of a request's data source and puts what it did into a reply."""
+
+    def __init__(self, functions: dict[str | None, Callable], kwargs: dict[str, Any]) -> None:
+        self.functions = functions
+        self.kwargs = kwargs
+        self.runner: Any = None  # one event loop for the process: clients that a function keeps stay usable
+
+    def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """{score, extras, error} for one response; never raises."""
+        function = self.functions.get(None) or self.functions.get(arguments["data_source"])
+        try:
+            if function is None:
+                raise LookupError(f"no grader for data source {arguments['data_source']!r}")
+            value = function(**arguments, **self.kwargs)
+            if inspect.isawaitable(value):
+                value = self._wait_for(value)
+            score, extras = read_result(value)
+        except BaseException as error:  # also sys.exit: the text tells more than a dead worker
+            return {"score": None, "extras": {}, "error": describe(error)}
+        return {"score": score, "extras": extras, "error": None}
+
+    def _wait_for(self, awaitable: Any) -> Any:
+        import asyncio
+
+        async def wait() -> Any:
+            return await awaitable
+
+        self.runner = self.runner or asyncio.Runner()
+        return self.runner.run(wait())
+
+
+def read_result(value: Any) -> tuple[float | None, dict[str, float | str | bool]]:
+    """(score, extras) from what a reward function returned: a number, None (declined), or a dict with key `score`.
+
+    Numbers are Python's, numpy's or torch's, of one element. Extras that are neither finite numbers, bools nor strings
+    are left out. Raises TypeError or ValueError for anything else.
+    """
+    if not isinstance(value, dict):
+        return _read_number(value), {}
+    if "score" not in value:
+        raise TypeError(f"returned a dict without the key 'score'; found {', '.join(map(str, value)) or 'no keys'}")
+    extras: dict[str, float | str | bool] = {}
+    for key, entry in value.items():
+        if isinstance(entry, bool):
+            extras[str(key)] = entry
+        elif isinstance(entry, str):
+            extras[str(key)] = str(entry)[:MAX_TEXT]
+        elif entry is not None:
+            with suppress(TypeError, ValueError):
+                extras[str(key)] = _read_number(entry)
+    extras.pop("score", None)
+    return _read_number(value["score"]), extras
+
+
+def _read_number(value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = float("nan") if isinstance(value, str | bytes | bytearray) else float(value)
+    except Exception:  # each library has its own for a value that is no single number
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"returned {_shorten(repr(value), 80)} ({type(value).__name__}), expected a finite number")
+    return number
+
+
+def describe(error: BaseException) -> str:
+    """The error and where user code raised it: `ValueError: no digits [reward.py:12 in compute_score: int(text)]`."""
+    frames = [
+        f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}: {_shorten(frame.line or '', 80)}"
+        for frame in traceback.extract_tb(error.__traceback__, limit=-8)
+        if frame.filename != __file__ and not frame.filename.startswith("<frozen") and "/asyncio/" not in frame.filename
+    ]
+    text = _shorten(" ".join(traceback.format_exception_only(error)), 300)
+    return f"{text} [{' > '.join(frames[-3:])}]" if frames else text
+
+
+def _shorten(text: str, limit: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,391 @@
+"""The vLLM engine inside this process: sampling, sleep and wake, and its parameters.
+
+The only file that imports vllm, and everything that depends on its version is here: it runs with vllm 0.26 (GPU) and
+0.30 (CPU). Every rank builds an engine; `tensor_model_parallel_size` consecutive ranks form one replica, whose ranks
+must call every method here with the same arguments. Replicas know nothing of each other.
+
+It does not gather weights (weight_sync.py), does not score, and never re-tokenises: token ids in, token ids out.
+"""
+
+import gc
+import hashlib
+import os
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lib.dist import World
+from lib.errors import UserError
+from lib.types import Rollout, Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How responses are sampled, and how much of the GPU the engine may use."""
+
+    n: int = 8
+    """Responses per prompt: the group size."""
+    max_response_len: int = 512
+    """Longest response, in tokens; a response that reaches it counts as truncated."""
+    temperature: float = 1.0
+    """Sampling temperature of training rollouts; the trainer's log-probs are divided by it too."""
+    top_p: float = 1.0
+    """Nucleus of training rollouts, in (0, 1]; below 1 the trainer and the sampler disagree, so it is refused."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens, 0 for all; other values are refused in training, like top-p."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, beside the model's end-of-sequence ids; they need text, so decoding gets slower."""
+    ignore_eos: bool = False
+    """Sample up to the longest response whatever the model says (for benchmarks)."""
+    log_probs: bool = True
+    """Let the engine report the log-prob of every sampled token; without them a stale engine is seen by bits only."""
+    max_log_probs_diff: float = 0.1
+    """Stop when the mean absolute log-prob difference between engine and trainer exceeds this, in nats per token."""
+
+    tensor_model_parallel_size: int = 1
+    """GPUs that share one copy of the model while sampling; must divide the number of ranks."""
+    gpu_memory_utilization: float = 0.5
+    """Share of the GPU's total memory for the engine's weights, KV cache and graphs while it is awake."""
+    max_num_seqs: int = 1024
+    """Most responses in flight per replica."""
+    max_num_batched_tokens: int = 16384
+    """Most tokens that the engine computes at once, prompts and responses together."""
+    max_cudagraph_capture_size: int = 1024
+    """Largest batch replayed as a CUDA graph, in sequences; larger ones run slower, capturing takes start-up time."""
+    enforce_eager: bool = False
+    """Neither compile nor capture graphs in the engine: starts faster, samples slower."""
+    enable_prefix_caching: bool = True
+    """Compute the prompt of a group once."""
+    sleep: bool = True
+    """Free the engine's GPU memory while training; turning it off keeps weights and KV cache resident."""
+    cpu_kv_cache_gib: float = 1.0
+    """KV cache when running on a CPU, in GiB per rank."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_response_len", "tensor_model_parallel_size", "max_num_seqs", "max_num_batched_tokens"):
+            _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        _require("n", self.n, self.n >= 1, "at least 1")
+        _require("temperature", self.temperature, 0 < self.temperature < 100, "above 0 and finite")
+        _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        _require("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more")
+        _require(
+            "max_cudagraph_capture_size",
+            self.max_cudagraph_capture_size,
+            self.max_cudagraph_capture_size >= 0,
+            "0 or more",
+        )
+        for name in ("max_log_probs_diff", "cpu_kv_cache_gib"):
+            _require(name, getattr(self, name), 0 < getattr(self, name) < float("inf"), "above 0 and finite")
+        _require(
+            "gpu_memory_utilization", self.gpu_memory_utilization, 0 < self.gpu_memory_utilization < 1, "in (0, 1)"
+        )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise UserError(
+                f"--rollout.max-num-batched-tokens {self.max_num_batched_tokens} is smaller than "
+                f"--rollout.max-num-seqs {self.max_num_seqs}; every running response needs one token of the budget; "
+                f"expected at least {self.max_num_seqs}; raise the first or lower the second"
+            )
+
+
+def _require(name: str, value: object, ok: bool, rule: str) -> None:
+    if not ok:
+        flag = "--rollout." + name.replace("_", "-")
+        raise UserError(f"{flag} is out of range; found {value}, expected {rule}; set {flag} to a value {rule}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The sampling settings of one `generate` call. Temperature 0 is greedy."""
+
+    n: int
+    max_response_len: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    log_probs: bool = False
+
+
+def training_sampling(cfg: RolloutConfig) -> Sampling:
+    """The settings of training rollouts."""
+    return Sampling(
+        n=cfg.n,
+        max_response_len=cfg.max_response_len,
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        log_probs=cfg.log_probs,
+    )
+
+
+def request_seed(run_seed: int, uid: int, num_generated: int = 0, stream: str = "train") -> int:
+    """A 63-bit seed for one prompt's request; the engine gives sample i of the group this seed + i.
+
+    It depends on the run's seed, the prompt's uid and the tokens already generated alone, so rollouts do not depend
+    on ranks, batch order or restarts. `stream` keeps validation apart from training.
+    """
+    digest = hashlib.blake2b(f"{stream}:{run_seed}:{uid}:{num_generated}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % (2**63 - 2**20)  # room for + i
+
+
+class RolloutEngine:
+    """A vLLM engine in this process. States: asleep -> weights awake -> ready; `generate` needs ready."""
+
+    def __init__(
+        self, cfg: RolloutConfig, model_path: str, *, dtype: str, max_prompt_len: int, stop_token_ids: list[int],
+        world: World, seed: int,
+    ) -> None:  # fmt: skip
+        """Builds the engine with dummy weights, on an empty GPU, and puts it to sleep.
+
+        Executed by all ranks together: the size of the KV cache is agreed among them. Raises UserError when the GPU
+        has less free memory than `gpu_memory_utilization` asks for.
+        """
+        self.cfg, self.world, self.seed = cfg, world, seed
+        self.tp_size = cfg.tensor_model_parallel_size
+        self.tp_rank = world.rank % self.tp_size
+        self.replica, self.num_replicas = world.rank // self.tp_size, world.size // self.tp_size
+        self.on_gpu = world.device.type == "cuda"
+        self._stop_token_ids = stop_token_ids
+        self._sleeps = cfg.sleep and self.on_gpu
+        world.agree(self._check_free_memory)
+        _set_environment(self.on_gpu)
+        with restored_host_state():
+            self._llm = _build(cfg, model_path, dtype, max_prompt_len, self.on_gpu, self._sleeps)
+        self._engine = self._llm.llm_engine
+        self.model: nn.Module = self._llm.apply_model(lambda model: model)[0]
+        self._awake = {"weights", "kv_cache"}
+        self._request_count = 0
+        # What torch's allocator goes on counting for the engine while it sleeps and its pages are unmapped.
+        self.pool_bytes = torch.cuda.memory_allocated(world.device) if self._sleeps else 0
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for its replica: its rollouts are the ones that count."""
+        return self.tp_rank == 0
+
+    def share(self, samples: list[Sample]) -> list[Sample]:
+        """This replica's prompts among a step's."""
+        return samples[self.replica :: self.num_replicas]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The engine's own parameters, as it lays them out on this rank (views, not copies)."""
+        return {name: p.data for name, p in self.model.named_parameters()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The engine's buffers (rotary tables): not part of a checkpoint, but lost in a deep sleep if unlucky."""
+        return dict(self.model.named_buffers())
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Copies full tensors with Hugging Face names into the engine; gives the engine's names that were written.
+
+        Every rank of a replica passes full tensors and keeps its own slice.
+        """
+        assert "weights" in self._awake, "the engine's weights are asleep: wake('weights') first"
+        with torch.no_grad():
+            return set(self.model.load_weights(weights))
+
+    def wake(self, tag: Literal["weights", "kv_cache"]) -> None:
+        """Maps the engine's memory again; what it holds is garbage until weights are synchronised."""
+        if tag in self._awake:
+            return
+        needed = self._sleeping_bytes[tag]
+        free = torch.cuda.mem_get_info(self.world.device)[0]
+        if free < needed:
+            raise UserError(
+                f"not enough free GPU memory to wake the engine's {tag}; rank {self.world.rank}; found "
+                f"{free / 2**30:.1f} GiB free, expected {needed / 2**30:.1f} GiB; lower "
+                f"--rollout.gpu-memory-utilization (now {self.cfg.gpu_memory_utilization}), or set "
+                "--fsdp.optimizer-offload True or --fsdp.param-offload True"
+            )
+        self._llm.wake_up(tags=[tag])
+        self._awake.add(tag)
+
+    def sleep(self) -> None:
+        """Frees weights and KV cache (level 2: nothing is kept, the next sync writes every weight). A no-op on CPU."""
+        if not self._sleeps:
+            # Cached prefixes belong to the weights that computed them.
+            assert self._llm.reset_prefix_cache(), "the engine refused to drop its prefix cache: requests are alive"
+            return
+        free_before = torch.cuda.mem_get_info(self.world.device)[0]
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        self._llm.sleep(level=2)
+        torch.cuda.synchronize()
+        freed = torch.cuda.mem_get_info(self.world.device)[0] - free_before
+        self._sleeping_bytes = {"weights": weights, "kv_cache": max(freed - weights, 0)}
+        self._awake.clear()
+
+    def device_used_gib(self) -> float:
+        """Memory in use on this rank's GPU, by whoever, in GiB; 0 on a CPU."""
+        if not self.on_gpu:
+            return 0.0
+        free, total = torch.cuda.mem_get_info(self.world.device)
+        return (total - free) / 2**30
+
+    def generate(self, samples: list[Sample], sampling: Sampling, *, stream: str = "train") -> Iterator[list[Rollout]]:
+        """The groups of responses to these prompts, each as soon as its last response ends.
+
+        Executed by all ranks of a replica with the same prompts in the same order. A group has `sampling.n` rollouts,
+        in index order. The host's random states are as before the call once it ends.
+        """
+        assert self._awake == {"weights", "kv_cache"}, f"generate needs an engine that is awake, not {self._awake}"
+        pending: dict[str, Sample] = {}
+        for sample in samples:
+            request = f"{self._request_count}"
+            self._request_count += 1
+            pending[request] = sample
+            params = self._sampling_params(sampling, sample, stream)
+            self._engine.add_request(request, {"prompt_token_ids": sample.prompt_ids}, params)
+        with restored_host_state():  # sampling draws from the host's random state even with a seed per request
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    if output.finished:
+                        yield _to_rollouts(output, pending.pop(output.request_id), sampling)
+        assert not pending, f"{len(pending)} requests ended without an output"
+
+    def _sampling_params(self, sampling: Sampling, sample: Sample, stream: str) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        # Every field that a model's generation_config could change is passed: nothing leaks in from the model folder.
+        return SamplingParams(
+            n=sampling.n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            max_tokens=sampling.max_response_len,
+            # Also when greedy: a request without a seed draws one from the host's random state.
+            seed=request_seed(self.seed, sample.uid, stream=stream),
+            stop=list(self.cfg.stop) or None,
+            stop_token_ids=None if self.cfg.ignore_eos else self._stop_token_ids,
+            ignore_eos=self.cfg.ignore_eos,
+            logprobs=0 if sampling.log_probs else None,
+            flat_logprobs=sampling.log_probs,
+            detokenize=bool(self.cfg.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _check_free_memory(self) -> None:
+        if not self.on_gpu:
+            return
+        free, total = torch.cuda.mem_get_info(self.world.device)
+        asked = self.cfg.gpu_memory_utilization * total
+        if free < asked:
+            raise UserError(
+                f"--rollout.gpu-memory-utilization {self.cfg.gpu_memory_utilization} asks for more than is free; "
+                f"{self.world.device}; found {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, asked for "
+                f"{asked / 2**30:.1f} GiB; set --rollout.gpu-memory-utilization {max(free / total - 0.03, 0.01):.2f} "
+                "or less, or end the other processes on this GPU"
+            )
+
+
+def _to_rollouts(output: Any, sample: Sample, sampling: Sampling) -> list[Rollout]:
+    """A finished request as rollouts, in index order."""
+    group = []
+    for response in sorted(output.outputs, key=lambda o: o.index):
+        ids = list(response.token_ids)
+        log_probs = list(response.logprobs.logprobs) if sampling.log_probs else None
+        assert log_probs is None or len(log_probs) == len(ids), "the engine reported another number of log-probs"
+        assert response.finish_reason in ("stop", "length"), f"the engine ended a response by {response.finish_reason}"
+        group.append(
+            Rollout(
+                sample=sample,
+                index=response.index,
+                response_ids=ids,
+                rollout_log_probs=log_probs,
+                finish_reason=response.finish_reason,
+            )
+        )
+    return group
+
+
+def _build(
+    cfg: RolloutConfig, model_path: str, dtype: str, max_prompt_len: int, on_gpu: bool, enable_sleep_mode: bool
+) -> Any:
+    from vllm import LLM
+
+    compilation = {"cudagraph_mode": "FULL_AND_PIECEWISE", "max_cudagraph_capture_size": cfg.max_cudagraph_capture_size}
+    arguments: dict[str, Any] = dict(
+        model=model_path,
+        load_format="dummy",  # random weights: the first sync writes every one of them, and proves it
+        dtype=dtype,
+        tensor_parallel_size=cfg.tensor_model_parallel_size,
+        distributed_executor_backend="external_launcher",
+        skip_tokenizer_init=not cfg.stop,
+        generation_config="vllm",
+        max_model_len=max_prompt_len + cfg.max_response_len,
+        max_num_seqs=cfg.max_num_seqs,
+        max_num_batched_tokens=max(cfg.max_num_batched_tokens, 2048),
+        enable_prefix_caching=cfg.enable_prefix_caching,
+        enforce_eager=cfg.enforce_eager or not on_gpu,
+        logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
+        seed=0,  # unused: every request has its own seed
+        disable_log_stats=True,
+        enable_sleep_mode=enable_sleep_mode,
+        disable_cascade_attn=True,  # its log-probs differ from the trainer's on some GPUs
+    )
+    if on_gpu:
+        arguments["gpu_memory_utilization"] = cfg.gpu_memory_utilization
+        if not cfg.enforce_eager and cfg.max_cudagraph_capture_size > 0:
+            arguments["compilation_config"] = compilation
+        return LLM(**arguments)
+    arguments["kv_cache_memory_bytes"] = int(cfg.cpu_kv_cache_gib * 2**30)
+    with _unpacked_cpu_weights():
+        return LLM(**arguments)
+
+
+def _set_environment(on_gpu: bool) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not on_gpu:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # ranks would all be bound to the same cores
+
+
+@contextmanager
+def _unpacked_cpu_weights() -> Iterator[None]:
+    """On a CPU vLLM repacks every weight when it loads and drops the original, so a later sync would write into
+    nothing. While an engine is built here, it keeps plain weights and multiplies with them."""
+    import vllm.model_executor.layers.utils as layer_utils
+
+    def keep_plain(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    original = layer_utils.dispatch_cpu_unquantized_gemm
+    layer_utils.dispatch_cpu_unquantized_gemm = keep_plain
+    try:
+        yield
+    finally:
+        layer_utils.dispatch_cpu_unquantized_gemm = original
+
+
+@contextmanager
+def restored_host_state() -> Iterator[None]:
+    """Undoes what the engine does to its host process: random states, matmul precision, threads, collector."""
+    import numpy
+
+    python_state, numpy_state, torch_state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    precision, num_threads, set_num_threads = (
+        torch.get_float32_matmul_precision(), torch.get_num_threads(), torch.set_num_threads,
+    )  # fmt: skip
+    dtype, collecting = torch.get_default_dtype(), gc.isenabled()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+        torch.set_num_threads = set_num_threads  # the CPU worker replaces the function itself
+        torch.set_num_threads(num_threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_default_dtype(dtype)
+        (gc.enable if collecting else gc.disable)()

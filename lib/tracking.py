@@ -1,0 +1,529 @@
+"""The run folder, the terminal, and the loggers: everything a run leaves behind except checkpoints.
+
+    RUN/config.json  metrics.jsonl  tensorboard/  learning_curve.png  samples/step_N.jsonl  logs/rank_R.log  status.json
+
+metrics.jsonl has one JSON object a line, `step` first (0 = before training). JSON has no NaN or infinity, so these are
+the strings "NaN", "Infinity" and "-Infinity", which `float` reads. Values of environment variables that look like
+secrets are blanked in everything this file writes; what libraries print goes to the logs as it is.
+"""
+
+import ctypes
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import Any
+
+from lib.dist import World
+from lib.errors import LockstepError, UserError, error_line
+
+SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
+VALIDATION_NAME = re.compile(r"val-core/(.+)/([^/]+)/((?:mean|best|maj)@\d+)(?:/mean)?")
+CLEAR_LINE = "\r\x1b[K"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Where a run is logged besides its folder. Keys come from the environment or `wandb login`, never from here."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project to log to; none by default. WANDB_MODE=offline is honoured."""
+    name: str | None = None
+    """Name of the run in Weights & Biases; the run folder's name by default."""
+
+    def __post_init__(self) -> None:
+        for flag, value in (("wandb-project", self.wandb_project), ("name", self.name)):
+            if value is not None and not (value.strip() and value.isprintable()):
+                raise UserError(
+                    f"not a usable name; --tracking.{flag}; found {value!r}, expected printable text, not blank; give "
+                    "a name, or leave the option out"
+                )
+
+
+class Run:
+    """The folder of one run and the terminal it was started from.
+
+    From construction to `restore`, file descriptors 1 and 2 of every rank lead to logs/rank_R.log, so that the noise of
+    vLLM, torch and their C++ libraries goes there; what the run itself says goes through `say` to the terminal. Use it
+    as a context manager: an exception then ends up in status.json and its traceback on the terminal.
+
+        with Run(run_dir, cfg.tracking, world, config=config, num_steps=60) as run:
+            run.log(step, metrics.reduce())
+            run.finish()
+
+    Every method but `fail` and `restore` is executed by all ranks; rank 0 writes.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        cfg: TrackingConfig,
+        world: World,
+        *,
+        config: Mapping[str, Any],
+        num_steps: int,
+        overwrite: bool = False,
+        needed_gib: float = 0.1,
+    ):
+        """Makes the folder, and logs to it from here on. `config` must hold no secrets (dataclass fields only).
+
+        Raises UserError when the folder is not empty (unless `overwrite`, which moves an older run aside), cannot be
+        written, or has less than `needed_gib` free, and when wandb is asked for but does not work.
+        """
+        self.world, self.cfg, self.num_steps = world, cfg, num_steps
+        self.step, self.state = 0, "running"
+        if cfg.wandb_project is not None:
+            self._on_rank_0(lambda: _check_wandb(cfg.wandb_project))
+        self.dir: Path = self._on_rank_0(lambda: _claim_folder(run_dir, overwrite=overwrite, needed_gib=needed_gib))
+        self.log_file = self.dir / "logs" / f"rank_{world.rank}.log"
+        self._log = world.agree(lambda: _open_log(self.log_file))
+        self.console = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
+        self._tensorboard, self._wandb = None, None
+        _flush()
+        self._saved: tuple[int, int] | None = os.dup(1), os.dup(2)
+        os.dup2(self._log.fileno(), 1)
+        os.dup2(self._log.fileno(), 2)
+        try:
+            self._on_rank_0(lambda: self._start(config))
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.fail(error)
+        self.restore()
+
+    # ---- Terminal ----
+
+    def say(self, text: str) -> None:
+        """Prints a line (or several) on the terminal the run was started from, and in rank 0's log."""
+        if self.world.rank != 0:
+            return
+        text = _redact(text, _secrets())
+        print((CLEAR_LINE if self.console.isatty() else "") + text, file=self.console, flush=True)
+        print(text, file=self._log, flush=True)
+
+    @contextmanager
+    def progress(self, label: str, total: int) -> Iterator[Callable[[], None]]:
+        """A bar on a terminal, else a line every 10 seconds: call the yielded function for every one that is done."""
+        start = shown = time.monotonic()
+        is_tty, done = self.console.isatty(), 0
+
+        def advance() -> None:
+            nonlocal done, shown
+            done, now = done + 1, time.monotonic()
+            if self.world.rank != 0 or now - shown < (0.1 if is_tty else 10.0):
+                return
+            shown = now
+            text = f"  {label}: {done}/{total}, {now - start:.0f} s"
+            if is_tty:
+                bar = "#" * min(20, 20 * done // max(1, total))
+                print(f"{CLEAR_LINE}{text} [{bar:.<20}]", end="", file=self.console, flush=True)
+            else:
+                self.say(text)
+
+        yield advance
+        if is_tty and self.world.rank == 0:
+            print(CLEAR_LINE, end="", file=self.console, flush=True)
+
+    def restore(self) -> None:
+        """Gives file descriptors 1 and 2 back to the terminal; `say` goes on working."""
+        if self._saved is None:
+            return
+        _flush()
+        for fd, saved in zip((1, 2), self._saved, strict=True):
+            os.dup2(saved, fd)
+            os.close(saved)
+        self._saved = None
+
+    # ---- What a run writes ----
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends the metrics of a step to metrics.jsonl, TensorBoard and wandb, and says the main ones.
+
+        Raises UserError on all ranks when rank 0 cannot write.
+        """
+        self.step = step
+        self._on_rank_0(lambda: self._write_metrics(step, metrics))
+
+    def save_samples(self, step: int, rows: Sequence[Mapping[str, Any]], *, show: int = 0) -> None:
+        """Appends all ranks' sample rows (already gathered) to samples/step_N.jsonl; says the first `show` of them.
+
+        Keys: uid, data_source, prompt, response, ground_truth, score, extras, finish_reason.
+        """
+        self._on_rank_0(lambda: _append_lines(self.dir / "samples" / f"step_{step}.jsonl", rows))
+        for row in rows[:show]:
+            prompt, response = _shorten(str(row["prompt"])), _shorten(str(row["response"]))
+            expected, score = _shorten(str(row["ground_truth"]), 30), row["score"]
+            self.say(f"  {prompt} -> {response}  (score {score}, expected {expected}, {row['finish_reason']})")
+
+    def finish(self) -> None:
+        """Draws learning_curve.png, says what came of the run, and writes the state "finished"."""
+        self._on_rank_0(self._finish)
+        self.state = "finished"
+
+    def fail(self, error: BaseException) -> None:
+        """Writes the state "failed" (or "stopped" on Ctrl-C) with the error's line, and restores the terminal.
+
+        The caller prints a LockstepError. Of a bug, the rank and its log are said here and the traceback goes to the
+        log; raised further, it reaches the terminal too. Holds no collective: it may be called by one rank alone.
+        """
+        if self.state == "running":
+            self.state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            if isinstance(error, LockstepError):
+                line = error_line(error)
+            else:
+                line = " ".join(f"error[1] {type(error).__name__}: {error}".split()) + f"; on rank {self.world.rank}"
+                print(_redact("".join(traceback.format_exception(error)), _secrets()), file=self._log)
+            with suppress(OSError):  # a full disk must not hide the error that is being reported
+                if self.world.rank == 0 or not isinstance(error, LockstepError):
+                    self._write_status(error=line)
+                self._close()
+            if not isinstance(error, LockstepError | KeyboardInterrupt):
+                text = f"{_redact(line, _secrets())}; what the libraries said is in {self.log_file}\n"
+                os.write(self._saved[1], text.encode(errors="backslashreplace"))
+        self.restore()
+
+    def _start(self, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._write_status()
+        (self.dir / "samples").mkdir()
+        (self.dir / "config.json").write_text(_to_json(config, indent=2) + "\n", encoding="utf-8")
+        self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"))
+        if self.cfg.wandb_project is not None:
+            self._wandb = _start_wandb(self.cfg, self.dir, config)
+
+    def _write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = {"step": step, **{name: float(value) for name, value in metrics.items()}}
+        _append_lines(self.dir / "metrics.jsonl", [row])
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name, value, step)
+        self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(dict(metrics), step=step)
+        self._write_status()
+        if "critic/score/mean" in metrics:
+            self.say(_training_line(row, self.num_steps))
+        if any(VALIDATION_NAME.fullmatch(name) for name in metrics):
+            self.say(_validation_table(read_metrics(self.dir)))
+
+    def _finish(self) -> None:
+        history = read_metrics(self.dir)
+        plot_learning_curve(history, self.dir / "learning_curve.png")
+        self._close()
+        self.state = "finished"
+        self._write_status()
+        for name, values in _validation_values(history).items():
+            (first_step, first), (last_step, last) = values[0], values[-1]
+            self.say(f"{name}: {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
+        self.say(f"run folder: {self.dir}\nlearning curve: {self.dir / 'learning_curve.png'}")
+
+    def _write_status(self, *, error: str | None = None) -> None:
+        """Replaces status.json in one move: a reader sees the old one or the new one, never half of it."""
+        status = {"state": self.state, "step": self.step, "resumable": False, "error": error}  # no checkpoints yet
+        path, temporary = self.dir / "status.json", self.dir / f".status.json.{self.world.rank}"
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(_to_json(status) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+    def _close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if self.state == "running" else 1)
+        self._tensorboard, self._wandb = None, None
+
+    def _on_rank_0(self, action: Callable[[], Any]) -> Any:
+        """Rank 0's result of the action, on all ranks; its UserError or OSError (as UserError) is raised by all."""
+        result, problem = None, None
+        if self.world.rank == 0:
+            try:
+                result = action()
+            except UserError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = _cannot_write(error)
+        result, problem = self.world.gather((result, problem))[0]
+        if problem is not None:
+            raise UserError(problem)
+        return result
+
+
+# ---- The folder ----
+
+
+def _claim_folder(run_dir: str | Path, *, overwrite: bool, needed_gib: float) -> Path:
+    """The run folder as an absolute path, made and empty. Executed by rank 0."""
+    try:
+        folder = Path(os.path.abspath(Path(run_dir).expanduser()))
+    except RuntimeError as error:  # ~name of nobody
+        raise UserError(
+            f"not a usable path; --run-dir {run_dir}; {error}; name a folder to make, such as runs/first"
+        ) from None
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free_gib = shutil.disk_usage(existing).free / 2**30
+    if free_gib < needed_gib:
+        raise UserError(
+            f"not enough disk space for the run folder; --run-dir {folder}; found {free_gib:.2f} GiB free, expected at "
+            f"least {needed_gib:.2f} GiB; free some space, or set --run-dir to a folder on another disk"
+        )
+    if folder.is_dir() and any(folder.iterdir()):
+        _make_way(folder, overwrite=overwrite)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _make_way(folder: Path, *, overwrite: bool) -> None:
+    """Moves an older run to RUN.old-TIME if `overwrite`. Never deletes, and never moves what is not a run."""
+    if not (folder / "status.json").is_file():
+        names = ", ".join(sorted(path.name for path in folder.iterdir())[:3])
+        raise UserError(
+            f"the run folder holds files that are not a run's; --run-dir {folder}; found {names}, expected a new or "
+            "empty folder; choose another --run-dir (--overwrite moves only an older run aside)"
+        )
+    aside = folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+    if overwrite:
+        while aside.exists():
+            aside = aside.with_name(aside.name + "b")
+        folder.rename(aside)
+        return
+    try:
+        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+        found = f"a run with state {status['state']} at step {status['step']}"
+    except (ValueError, KeyError, TypeError):
+        found = "a run with an unreadable status.json"
+    raise UserError(
+        f"the run folder is not empty; --run-dir {folder}; found {found}, expected a new or empty folder; choose "
+        f"another --run-dir, or add --overwrite to start afresh and move the old run to {folder.name}.old-TIME"
+    )
+
+
+def _open_log(path: Path) -> Any:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # another node may not share rank 0's disk
+        return open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise UserError(_cannot_write(error)) from None
+
+
+def _cannot_write(error: OSError) -> str:
+    where = f"{error.filename}; " if error.filename else "in the run folder; "
+    return (
+        f"cannot write the run folder; {where}{error.strerror or error}, expected a folder that can be made and "
+        "written; free space or mend the permissions, or set --run-dir to another place"
+    )
+
+
+def _append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(_to_json(row) + "\n" for row in rows)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, as floats again (NaN and infinities too), without a last line cut short by a crash."""
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    rows = [json.loads(line) for line in text.split("\n")[:-1]]
+    return [{name: value if name == "step" else float(value) for name, value in row.items()} for row in rows]
+
+
+def _to_json(value: Any, *, indent: int | None = None) -> str:
+    return json.dumps(_plain(value, _secrets()), indent=indent, ensure_ascii=False, allow_nan=False, default=str)
+
+
+def _plain(value: Any, secrets: Mapping[str, str]) -> Any:
+    """The value with secrets blanked and non-finite floats as strings."""
+    if isinstance(value, str):
+        return _redact(value, secrets)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {_redact(str(key), secrets): _plain(item, secrets) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, secrets) for item in value]
+    return value
+
+
+def _secrets() -> dict[str, str]:
+    """Environment variables that are secret by their name; short values would blank ordinary words."""
+    return {name: value for name, value in os.environ.items() if len(value) >= 8 and SECRET_NAME.search(name)}
+
+
+def _redact(text: str, secrets: Mapping[str, str]) -> str:
+    for name, value in secrets.items():
+        text = text.replace(value, f"[{name}]")
+    return text
+
+
+# ---- wandb ----
+
+
+def _check_wandb(project: str) -> None:
+    spec = importlib.util.find_spec("wandb")
+    if spec is None or spec.origin is None:  # no origin: a ./wandb/ folder that an older run left
+        raise UserError(
+            f"wandb is not installed; --tracking.wandb-project {project}; found no such package, expected one; run "
+            "`pip install wandb`, or leave the option out (metrics.jsonl and TensorBoard are always written)"
+        )
+
+
+def _start_wandb(cfg: TrackingConfig, run_dir: Path, config: Mapping[str, Any]) -> Any:
+    import wandb
+
+    settings = wandb.Settings(  # neither the command line, nor the code, nor the terminal leaves the machine
+        x_disable_meta=True, x_disable_machine_info=True, disable_git=True, save_code=False, console="off"
+    )
+    name = cfg.name or run_dir.name
+    try:
+        return wandb.init(
+            project=cfg.wandb_project, name=name, dir=str(run_dir), config=_plain(config, _secrets()), settings=settings
+        )
+    except wandb.Error as error:
+        raise UserError(
+            f"wandb did not start; --tracking.wandb-project {cfg.wandb_project}; {' '.join(str(error).split())}; "
+            "run `wandb login`, set WANDB_MODE=offline, or leave the option out"
+        ) from None
+
+
+# ---- What the terminal shows ----
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The rows in aligned columns under their header: the first column to the left, the others to the right."""
+    first, *others = (max(len(row[column]) for row in (header, *rows)) for column in range(len(header)))
+    lines = (header, ["-" * width for width in (first, *others)], *rows)
+    aligned = (
+        [line[0].ljust(first), *(cell.rjust(width) for cell, width in zip(line[1:], others, strict=True))]
+        for line in lines
+    )
+    return "\n".join("  " + "  ".join(cells) for cells in aligned)
+
+
+def _training_line(row: Mapping[str, float], num_steps: int) -> str:
+    """`step 12/60 | reward 0.413 | grad norm 0.84 | length 11.2 | 3.1 s | 1,240 tok/s per rank`, as far as known."""
+    parts = [f"step {row['step']}/{num_steps}"]
+    for name, form in (
+        ("critic/score/mean", "reward {:.3f}"),
+        ("actor/pg_loss", "loss {:+.4f}"),
+        ("actor/grad_norm", "grad norm {:.3g}"),
+        ("response_length/mean", "length {:.1f}"),
+        ("timing_s/step", "{:.1f} s"),
+        ("perf/throughput", "{:,.0f} tok/s per rank"),
+    ):
+        if name in row:
+            parts.append(form.format(row[name]))
+    return " | ".join(parts)
+
+
+def _validation_values(history: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Per core validation metric (without the /std ones): its steps and values."""
+    values: dict[str, list[tuple[int, float]]] = {}
+    for row in history:
+        for name, value in row.items():
+            if VALIDATION_NAME.fullmatch(name):
+                values.setdefault(name, []).append((row["step"], value))
+    return values
+
+
+def _validation_table(history: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for name, values in _validation_values(history).items():
+        source, variable, metric = VALIDATION_NAME.fullmatch(name).groups()
+        change = f"{values[-1][1] - values[0][1]:+.3f}" if len(values) > 1 else ""
+        rows.append((source, f"{variable}/{metric}", f"{values[-1][1]:.3f}", change))
+    header = ("source", "metric", "value", "change since start")
+    return f"validation at step {history[-1]['step']}\n{format_table(header, rows)}"
+
+
+def _shorten(text: str, width: int = 60) -> str:
+    """The text on one line, its middle left out when it is longer than `width`."""
+    text = repr(text)[1:-1]
+    return text if len(text) <= width else f"{text[: width // 2 - 2]} ... {text[-(width // 2 - 3) :]}"
+
+
+def plot_learning_curve(history: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws validation scores per source (top) and the training reward (bottom) by step, from metrics.jsonl's rows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
+    with pyplot.rc_context({**style, "grid.alpha": 0.25, "legend.frameon": False}):
+        figure, (top, bottom) = pyplot.subplots(2, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="tight")
+        for name, values in _validation_values(history).items():
+            source, variable, metric = VALIDATION_NAME.fullmatch(name).groups()
+            label = f"{source}: {variable}/{metric}  {values[0][1]:.3f} to {values[-1][1]:.3f}"
+            top.plot(*zip(*values, strict=True), marker="o", markersize=5, linewidth=2, label=label)
+        rewards = [(row["step"], row["critic/score/mean"]) for row in history if "critic/score/mean" in row]
+        if rewards:
+            steps, values = zip(*rewards, strict=True)
+            window = max(2, len(values) // 20)
+            means = [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+            bottom.plot(steps, values, color="tab:gray", alpha=0.35, linewidth=1, label="each step")
+            bottom.plot(steps, means, color="tab:green", linewidth=2, label=f"mean of the last {window} steps")
+        top.set(title="Learning curve", ylabel="validation")
+        bottom.set(xlabel="step", ylabel="training reward")
+        for axes in (top, bottom):
+            if axes.lines:
+                axes.legend(loc="best")
+        figure.savefig(path, dpi=120)
+        pyplot.close(figure)
+
+
+# ---- Start-up ----
+
+
+class StartupTimer:
+    """Where the seconds went between the launch (of torchrun, where there is one) and the first training step."""
+
+    def __init__(self) -> None:
+        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+        age = _process_age_s(launcher)
+        self._launched = time.monotonic() - age
+        self._phases = [("launch and imports", age)]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures its body as one row of the table. Phases do not nest."""
+        start = time.monotonic()
+        yield
+        self._phases.append((name, time.monotonic() - start))
+
+    def table(self) -> str:
+        """The phases and their seconds, ending in `launch -> first step: X s`. Call it when the first step begins."""
+        total = time.monotonic() - self._launched
+        phases = [*self._phases, ("other", total - sum(seconds for _, seconds in self._phases))]
+        rows = [(name, f"{seconds:.1f}") for name, seconds in phases]
+        return f"{format_table(('start-up', 'seconds'), rows)}\n  launch -> first step: {total:.1f} s"
+
+
+def _process_age_s(pid: int) -> float:
+    """Seconds since the process started, from the 22nd field of its stat file (clock ticks after boot)."""
+    started = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, float(Path("/proc/uptime").read_text().split()[0]) - started)
+
+
+def _flush() -> None:
+    """Empties Python's and C's output buffers, so that nothing printed before a redirection comes out after it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)

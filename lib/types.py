@@ -1,0 +1,106 @@
+"""The data that travels between the phases, and the legend of every tensor's shape.
+
+    B  responses (rows) on this rank        b  rows of one micro-batch
+    T  longest response among those rows    N  tokens of a packed micro-batch (prompts and responses, no padding)
+    L  longest prompt + response            V  vocabulary        H  hidden size
+
+Rows are right-padded matrices of numbers per response token; the model itself only ever sees packed tokens.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One prompt of the stream: a dataset row, tokenised."""
+
+    uid: int
+    """Position in the endless seeded prompt stream: epoch x rows + place. Groups are keyed by it."""
+    prompt_ids: list[int]
+    data_source: str
+    ground_truth: Any
+    extra_info: dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What the reward function said about one response."""
+
+    score: float | None
+    """None: the function failed or declined; the response is excluded from training, never counted as 0."""
+    extras: dict[str, float | str | bool] = field(default_factory=dict)
+    """The other keys that the reward function returned: acc, pred, format..."""
+    error: str | None = None
+    """Why there is no score: the exception's text, or the time limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """One response, exactly as the engine produced it."""
+
+    sample: Sample
+    index: int
+    """Place in its group, 0 to n - 1."""
+    response_ids: list[int]
+    """Sampled ids, with the end-of-sequence id when there is one."""
+    rollout_log_probs: list[float] | None
+    """As the engine reported them, per response token; None with --rollout.log-probs False."""
+    finish_reason: str
+    """`stop` (an end-of-sequence id or stop string) or `length` (the limit)."""
+    score: Score | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """This rank's rows of a step, or of a mini- or micro-batch. All tensors share their first dimension."""
+
+    uids: Tensor  # (B,) int64, the group key
+    indices: Tensor  # (B,) int64, place in the group
+    mini_batch_ids: Tensor  # (B,) int64, which optimizer step of an epoch uses the row
+    input_ids: Tensor  # (B, L) int64, prompt then response, right-padded with 0
+    prompt_lens: Tensor  # (B,) int64
+    response_lens: Tensor  # (B,) int64, all tokens after the prompt
+    response_mask: Tensor  # (B, T) bool, True where the policy chose the token; all False for an excluded response
+    truncated: Tensor  # (B,) bool, finish_reason was `length`
+    valid: Tensor  # (B,) bool, False: excluded (no score)
+    scores: Tensor  # (B,) float32, 0 where not valid
+    rollout_log_probs: Tensor | None = None  # (B, T) float32
+    old_log_probs: Tensor | None = None  # (B, T) float32, the trainer's, before the update; None: equal to the current
+    ref_log_probs: Tensor | None = None  # (B, T) float32
+    advantages: Tensor | None = None  # (B, T) float32, 0 outside response_mask
+    returns: Tensor | None = None  # (B, T) float32
+
+    def __len__(self) -> int:
+        return self.uids.shape[0]
+
+    @property
+    def total_lens(self) -> Tensor:
+        """(B,) tokens of prompt and response."""
+        return self.prompt_lens + self.response_lens
+
+    def with_(self, **tensors: Tensor | None) -> "Batch":
+        """A copy with some tensors replaced."""
+        return replace(self, **tensors)
+
+    def rows(self, rows: Tensor) -> "Batch":
+        """The given rows (int64 indices), in that order, padded only as far as these rows need."""
+        longest_response = int(self.response_lens[rows].max()) if len(rows) else 0
+        longest_total = int(self.total_lens[rows].max()) if len(rows) else 0
+        width = {"input_ids": longest_total}
+        picked = {}
+        for name, tensor in vars(self).items():
+            if tensor is None:
+                picked[name] = None
+            elif tensor.dim() == 1:
+                picked[name] = tensor[rows]
+            else:
+                picked[name] = tensor[rows, : width.get(name, longest_response)]
+        return Batch(**picked)
+
+    def to(self, device: torch.device) -> "Batch":
+        """A copy on another device."""
+        return Batch(**{k: None if v is None else v.to(device, non_blocking=True) for k, v in vars(self).items()})

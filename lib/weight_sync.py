@@ -1,0 +1,210 @@
+"""The policy's weights into the engine, and the proof that they arrived.
+
+The weights travel through vLLM's own loader. The proof does not: it lays the policy's tensors out as the engine
+should hold them, from its own description of that layout, and compares exact checksums of the bits. A layout that
+vLLM changes, a tensor that was not sent, or weights that are one step old differ in at least one bit.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lib.dist import World
+from lib.errors import WeightSyncError
+from lib.fsdp import FSDPConfig, full_tensor, iter_full_tensors, offload, onload
+from lib.model import CausalPolicy
+from lib.rollout import RolloutEngine
+
+CHUNK = 2**24  # elements whose checksum is computed at once: bounds the int64 temporaries to 128 MiB each
+CHECKED_PER_STEP = 8  # engine tensors compared after an ordinary sync
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of an engine tensor: `length` slices of the Hugging Face tensor `source` along `dim`, from `start`.
+
+    `source` None stands for rows of zeros (the vocabulary's padding).
+    """
+
+    source: str | None
+    dim: int = 0
+    start: int = 0
+    length: int | None = None
+
+
+def engine_layout(policy: CausalPolicy, *, tp_size: int, tp_rank: int) -> dict[str, list[Piece]]:
+    """For each engine parameter of this rank, the Hugging Face tensors that it is made of, in order.
+
+    Llama-like decoders (Llama, Mistral, Qwen2, Qwen3): q, k and v are stacked, gate and up are stacked, heads and
+    hidden units are split over tensor-parallel ranks, the vocabulary is split after padding to a multiple of 64.
+    """
+    names = {name: tuple(p.shape) for name, p in policy.named_parameters()}
+    config = policy.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    # With more ranks than key-value heads, several ranks hold the same head.
+    kv_shards, kv_shard = (tp_size, tp_rank) if kv_heads >= tp_size else (kv_heads, tp_rank * kv_heads // tp_size)
+    layout: dict[str, list[Piece]] = {}
+
+    def split(source: str, dim: int, shards: int = tp_size, shard: int = tp_rank) -> Piece:
+        length = names[source][dim] // shards
+        return Piece(source, dim, shard * length, length)
+
+    for name in names:
+        module, kind = name.rsplit(".", 1)
+        parent, leaf = module.rsplit(".", 1) if "." in module else ("", module)
+        if leaf == "q_proj":
+            stacked = [split(name, 0)]
+            stacked += [split(f"{parent}.{x}.{kind}", 0, kv_shards, kv_shard) for x in ("k_proj", "v_proj")]
+            layout[f"{parent}.qkv_proj.{kind}"] = stacked
+        elif leaf == "gate_proj":
+            layout[f"{parent}.gate_up_proj.{kind}"] = [split(name, 0), split(f"{parent}.up_proj.{kind}", 0)]
+        elif leaf in ("k_proj", "v_proj", "up_proj"):
+            continue  # stacked above
+        elif leaf in ("o_proj", "down_proj") and kind == "weight":
+            layout[name] = [split(name, 1)]
+        elif leaf in ("embed_tokens", "lm_head"):
+            layout[name] = _vocabulary_pieces(name, names[name][0], tp_size, tp_rank)
+        else:
+            layout[name] = [Piece(name)]
+    assert head_dim * config.num_attention_heads % tp_size == 0
+    return layout
+
+
+def _vocabulary_pieces(name: str, rows: int, tp_size: int, tp_rank: int, padding: int = 64) -> list[Piece]:
+    """This rank's rows of a vocabulary that is padded to a multiple of `padding` and split evenly."""
+    per_rank = -(-rows // padding) * padding // tp_size
+    start = min(tp_rank * per_rank, rows)
+    real = min(per_rank, rows - start)
+    pieces = [Piece(name, 0, start, real)] if real else []
+    return pieces + ([Piece(None, 0, 0, per_rank - real)] if real < per_rank else [])
+
+
+def checksum(tensor: Tensor) -> int:
+    """An exact integer over the tensor's bits and their places; it does not depend on the device.
+
+    Sum over i of bits[i] x w[i] modulo 2**64, with odd weights w[i] that differ between places: any single changed
+    element changes it, and so does exchanging two different ones.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    bits = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = bits[start : start + CHUNK].to(torch.int64)
+        place = torch.arange(start, start + part.numel(), device=tensor.device)
+        total += (part * ((place * 0x9E3779B1 % 0x7FFFFFFF) * 2 + 1)).sum()
+    return int(total)
+
+
+def wake_with_weights(
+    engine: RolloutEngine, policy: CausalPolicy, optimizer: torch.optim.Optimizer | None, *, fsdp: FSDPConfig,
+    names: list[str] | None,
+) -> int:  # fmt: skip
+    """Hands the GPU from trainer to engine: the engine comes back awake, with the policy's weights, proved.
+
+    The order keeps the peak low: moments leave first; the engine's weights are mapped and written while the policy is
+    still here; then the policy leaves (as far as the config says) and the KV cache takes its place. `names` are the
+    engine parameters to compare (None: all); gives how many were. Executed by all ranks together.
+    """
+    offload(fsdp, optimizer=optimizer)
+    engine.wake("weights")
+    onload(fsdp, engine.world, policy=policy)  # a no-op unless the policy was left on the host
+    sync_weights(policy, engine)
+    num_verified = verify_weights(policy, engine, engine.world, names=names)
+    offload(fsdp, policy=policy)
+    engine.wake("kv_cache")
+    return num_verified
+
+
+def sync_weights(policy: CausalPolicy, engine: RolloutEngine) -> None:
+    """Writes every weight of the policy into the engine, in the engine's precision.
+
+    Executed by all ranks together; the engine's weights must be awake. Raises WeightSyncError, on all ranks, when the
+    engine reports that a parameter was not written.
+    """
+    dtype = next(engine.model.parameters()).dtype
+    written = engine.load_weights(iter_full_tensors(policy, dtype))
+    missing = set(engine.parameters()) - written
+    engine.world.agree(lambda: _refuse_missing(missing))
+
+
+def _refuse_missing(missing: set[str]) -> None:
+    if missing:
+        raise WeightSyncError(
+            f"the weight sync did not reach {len(missing)} engine parameters; the first is {min(missing)}; "
+            "its architecture is laid out in a way this version does not know; please report the model's config.json"
+        )
+
+
+def verify_weights(policy: CausalPolicy, engine: RolloutEngine, world: World, *, names: list[str] | None = None) -> int:
+    """The number of engine parameters whose bits were proved equal to the policy's; all of them when names is None.
+
+    Executed by all ranks together with the same names. Raises WeightSyncError on all ranks, naming the tensors.
+    """
+    layout = engine_layout(policy, tp_size=engine.tp_size, tp_rank=engine.tp_rank)
+    held = engine.parameters()
+    world.agree(lambda: _refuse_unknown(set(held) ^ set(layout)))
+    parameters = dict(policy.named_parameters())
+    dtype = next(iter(held.values())).dtype
+    wrong = []
+    for name in sorted(layout) if names is None else names:
+        sources = {p.source: full_tensor(parameters[p.source], dtype) for p in layout[name] if p.source is not None}
+        expected = torch.cat([_cut(piece, sources, held[name]) for piece in layout[name]], dim=layout[name][0].dim)
+        if expected.shape != held[name].shape or checksum(expected) != checksum(held[name]):
+            wrong.append(name)
+    world.agree(lambda: _refuse_wrong(wrong))
+    return len(layout) if names is None else len(names)
+
+
+def _cut(piece: Piece, sources: dict[str, Tensor], like: Tensor) -> Tensor:
+    if piece.source is None:
+        return torch.zeros(piece.length, *like.shape[1:], dtype=like.dtype, device=like.device)
+    source = sources[piece.source].to(like.device)
+    length = source.shape[piece.dim] if piece.length is None else piece.length
+    return source.narrow(piece.dim, piece.start, length)
+
+
+def _refuse_unknown(names: set[str]) -> None:
+    if names:
+        raise WeightSyncError(
+            f"the engine's parameters are not the ones expected; {len(names)} differ, such as {min(names)}; "
+            "this model or vLLM version lays its weights out in an unknown way; please report the model's config.json"
+        )
+
+
+def _refuse_wrong(wrong: list[str]) -> None:
+    if wrong:
+        raise WeightSyncError(
+            f"the engine does not hold the policy's weights; {len(wrong)} tensors differ in bits, such as {wrong[0]}; "
+            "expected equal checksums; the weights are stale or were overwritten after the sync (an engine slept or "
+            "reloaded in between?): rollouts would come from another model, so the run stops"
+        )
+
+
+def names_to_check(engine: RolloutEngine, *, seed: int, step: int) -> list[str]:
+    """The engine parameters whose bits are compared after this step's sync: random, the same on all ranks."""
+    names = sorted(engine.parameters())
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    return [names[i] for i in torch.randperm(len(names), generator=generator)[:CHECKED_PER_STEP].tolist()]
+
+
+def check_log_probs_diff(differences: Mapping[str, float], *, limit: float) -> None:
+    """Raises WeightSyncError when engine and trainer disagree on the sampled tokens by more than `limit` nats.
+
+    `differences` are the reduced training/rollout_log_probs_diff/*, the same on all ranks; absent without the
+    engine's log-probs.
+    """
+    if not differences.get("training/rollout_probs_diff_valid"):
+        return  # nothing to compare: no log-probs, or no response with a score
+    mean = differences["training/rollout_log_probs_diff/mean"]
+    if not mean <= limit:  # also when NaN
+        largest = differences["training/rollout_log_probs_diff/max"]
+        raise WeightSyncError(
+            f"engine and trainer disagree about the sampled tokens; mean |log-prob difference| {mean:.4g} (largest "
+            f"{largest:.4g}) nats, expected at most {limit:g} (--rollout.max-log-probs-diff); the likely causes, in "
+            "this order: a temperature or penalty that only one side applies; attention or rotary settings that "
+            "differ between the two implementations of this model; low precision (try --model.dtype float32); if "
+            "none of these, raise the limit"
+        )

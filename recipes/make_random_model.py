@@ -1,0 +1,85 @@
+"""Writes a model folder with the shape of a Qwen3 model and random weights, to try a machine without downloads.
+
+    python -m recipes.make_random_model --shape 0.6b --texts data/gsm8k/train.parquet --out models/random-0.6b
+
+The tokenizer is trained on the prompts of the given parquet file, so prompts have realistic lengths. Such a model
+solves nothing; `--reward.path recipes/hash_reward.py` gives it rewards that differ within every group.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+SHAPES = {  # hidden, intermediate, layers, heads, tied; key-value heads 8, head size 128, vocabulary 151,936 in all
+    "0.6b": (1024, 3072, 28, 16, True),
+    "1.7b": (2048, 6144, 28, 16, True),
+    "4b": (2560, 9728, 36, 32, True),
+    "8b": (4096, 12288, 36, 32, False),
+}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomModelConfig:
+    """What to write, and where."""
+
+    shape: Literal["0.6b", "1.7b", "4b", "8b"] = "0.6b"
+    """Which Qwen3 model's shape."""
+    texts: str = "data/gsm8k/train.parquet"
+    """Parquet file whose prompts train the tokenizer."""
+    out: str = "models/random-0.6b"
+    """Folder to write."""
+    seed: int = 0
+    """Seed of the weights."""
+
+
+def main(cfg: RandomModelConfig) -> None:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    hidden, intermediate, layers, heads, tied = SHAPES[cfg.shape]
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=tied,
+        max_position_embeddings=40960, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    tokenizer = train_tokenizer(cfg.texts)
+    config.eos_token_id = tokenizer.eos_token_id
+    config.pad_token_id = tokenizer.pad_token_id
+    torch.manual_seed(cfg.seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model.to("cpu").save_pretrained(cfg.out)
+    tokenizer.save_pretrained(cfg.out)
+    (Path(cfg.out) / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
+    print(f"{cfg.out}: {sum(p.numel() for p in model.parameters()) / 1e9:.2f} B parameters, {len(tokenizer)} tokens")
+
+
+def train_tokenizer(parquet: str) -> Any:
+    """A byte-level BPE tokenizer with a chat template, trained on the prompts of a parquet file."""
+    import pyarrow.parquet
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    prompts = pyarrow.parquet.read_table(parquet, columns=["prompt"]).column("prompt").to_pylist()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=16384, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator((message["content"] for prompt in prompts for message in prompt), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(RandomModelConfig))

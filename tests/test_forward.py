@@ -1,0 +1,96 @@
+"""The packed forward pass against Hugging Face's own, one unpacked sequence at a time."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lib.batching import make_batch
+from lib.dist import SINGLE
+from lib.forward import compute_log_probs, forward_policy, pack
+from lib.model import ModelConfig, build_policy, load_weights_
+from tests.tiny import make_model, make_rollouts
+
+
+def load_unsharded(path, dtype=torch.float32):
+    policy = build_policy(ModelConfig(), str(path), param_dtype=dtype)
+    policy.to_empty(device="cpu")
+    load_weights_(policy, str(path), SINGLE)
+    return policy
+
+
+def reference_log_probs(model, rollout, temperature):
+    """Log-probs and entropies of one response by Hugging Face's eager attention and a full softmax."""
+    ids = torch.tensor([rollout.sample.prompt_ids + rollout.response_ids])
+    logits = model(ids).logits[0] / temperature
+    start = len(rollout.sample.prompt_ids) - 1
+    log_softmax = logits[start:-1].log_softmax(-1)
+    chosen = log_softmax.gather(1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
+    return chosen, -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_log_probs_entropies_and_gradients_equal_unpacked_hugging_face(tmp_path, kind, tied):
+    path = make_model(tmp_path, kind=kind, tied=tied)
+    policy = load_unsharded(path, torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float64)
+    rollouts = [r for r in make_rollouts() if r.score.score is not None]
+    batch = make_batch(rollouts, SINGLE, mini_batch_size=len(rollouts))
+    log_probs, entropy = forward_policy(policy, batch, temperature=0.7)
+    loss, expected_loss = 0.0, 0.0
+    for row, rollout in enumerate(rollouts):
+        expected, expected_entropy = reference_log_probs(model, rollout, 0.7)
+        size = len(rollout.response_ids)
+        torch.testing.assert_close(
+            log_probs[row, :size], expected, atol=5e-6, rtol=0
+        )  # eager attention takes its softmax in float32
+        torch.testing.assert_close(
+            entropy[row, :size], expected_entropy, atol=5e-6, rtol=0
+        )  # eager attention takes its softmax in float32
+        assert (log_probs[row, size:] == 0).all()
+        weight = torch.linspace(-1, 1, size)
+        loss = loss + (log_probs[row, :size] * weight).sum() + 0.1 * (entropy[row, :size] * weight).sum()
+        expected_loss = expected_loss + (expected * weight).sum() + 0.1 * (expected_entropy * weight).sum()
+    loss.backward()
+    expected_loss.backward()
+    reference = dict(model.named_parameters())
+    for name, parameter in policy.named_parameters():
+        error = (parameter.grad - reference[name].grad).norm() / reference[name].grad.norm()
+        assert error < 1e-5, f"{name}: relative gradient error {error:.1e}"
+
+
+def test_a_neighbour_in_the_pack_changes_nothing_not_even_a_bit(tmp_path):
+    policy = load_unsharded(make_model(tmp_path))
+    first, *others = [r for r in make_rollouts() if r.score.score is not None]
+    packs = [[first, others[0]], [first, others[1]]]
+    values = [forward_policy(policy, make_batch(p, SINGLE, mini_batch_size=2), temperature=1.0)[0][0] for p in packs]
+    size = len(first.response_ids)
+    torch.testing.assert_close(values[0][:size], values[1][:size], atol=1e-6, rtol=0)
+
+
+def test_pack_restarts_positions_and_points_one_token_before_each_response_token():
+    rollouts = make_rollouts(num_groups=1, n=2)
+    batch = make_batch(rollouts, SINGLE, mini_batch_size=2)
+    packed = pack(batch)
+    flat, positions, labels = [], [], []
+    for rollout in rollouts:
+        for step, token in enumerate(rollout.response_ids):
+            positions.append(len(flat) + len(rollout.sample.prompt_ids) + step - 1)
+            labels.append(token)
+        flat += rollout.sample.prompt_ids + rollout.response_ids
+    assert packed.input_ids[0].tolist() == flat
+    assert packed.positions.tolist() == positions
+    assert packed.labels.tolist() == labels
+    lens = [len(r.sample.prompt_ids) + len(r.response_ids) for r in rollouts]
+    assert packed.position_ids[0].tolist() == [p for length in lens for p in range(length)]
+    assert packed.cu_seq_lens.tolist() == [0, lens[0], lens[0] + lens[1]]
+
+
+@pytest.mark.parametrize("budget", [24, 40, 1000])
+def test_log_probs_do_not_depend_on_the_token_budget(tmp_path, budget):
+    policy = load_unsharded(make_model(tmp_path))
+    batch = make_batch(make_rollouts(), SINGLE, mini_batch_size=12)
+    whole, _ = forward_policy(policy, batch, temperature=1.0)
+    split = compute_log_probs(policy, batch, max_tokens_per_gpu=budget, temperature=1.0, world=SINGLE)
+    torch.testing.assert_close(split, whole.detach(), atol=5e-6, rtol=0)  # eager attention takes its softmax in float32
+    assert (split[~batch.response_mask] == 0).all()

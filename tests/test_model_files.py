@@ -1,0 +1,283 @@
+"""Every fault of a model folder has its own message; a folder that transformers wrote passes."""
+
+import json
+import shutil
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+from lib.errors import UserError
+from lib.model_files import ARCHITECTURES, check_model_files, count_parameters, expected_shapes
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<end>"}]}
+
+
+def safetensors(shapes: dict, *, dtype: str = "F32", width: int = 4) -> bytes:
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        size = width
+        for n in shape:
+            size *= n
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(end)
+
+
+def write(file: Path, value: dict) -> None:
+    file.write_text(json.dumps(value))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write(folder / "config.json", CONFIG)
+    (folder / "model.safetensors").write_bytes(safetensors(expected_shapes(CONFIG)))
+    write(folder / "tokenizer.json", TOKENIZER)
+    write(folder / "tokenizer_config.json", {"chat_template": "{{ messages }}"})
+    return folder
+
+
+def check(folder: Path | str, **changes: int):
+    return check_model_files(str(folder), **({"max_prompt_len": 32, "max_response_len": 32} | changes))
+
+
+def message(folder: Path | str, **changes: int) -> str:
+    with pytest.raises(UserError) as caught:
+        check(folder, **changes)
+    text = str(caught.value)
+    assert text.count(";") >= 2, f"not what; where; found; remedy: {text}"
+    return text
+
+
+def shard(folder: Path, *, weight_map: dict | None = None) -> None:
+    """Splits model.safetensors into two shards with an index."""
+    shapes = expected_shapes(CONFIG)
+    names = list(shapes)
+    parts = {"model-1.safetensors": names[:5], "model-2.safetensors": names[5:]}
+    for file, part in parts.items():
+        (folder / file).write_bytes(safetensors({name: shapes[name] for name in part}))
+    own = {name: file for file, part in parts.items() for name in part}
+    write(folder / "model.safetensors.index.json", {"weight_map": own | (weight_map or {})})
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_shapes_and_parameter_count_are_those_of_transformers(architecture: str, tied: bool, tmp_path: Path) -> None:
+    import transformers
+
+    config_class = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
+    sizes = {k: v for k, v in CONFIG.items() if k not in ("architectures", "tie_word_embeddings", "head_dim")}
+    biases = {"attention_bias": True, "mlp_bias": True} if architecture == "LlamaForCausalLM" else {}
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**sizes, **biases, tie_word_embeddings=tied))
+    model.save_pretrained(tmp_path)
+    write(tmp_path / "tokenizer.json", TOKENIZER)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    files = check(tmp_path)
+    assert files.num_parameters == model.num_parameters()
+    theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert expected_shapes(files.config) == theirs
+
+
+def test_a_sound_folder_passes_whole_or_in_shards(folder: Path) -> None:
+    embedding, norm = 32 * 16, 16
+    attention = 16 * 32 + 2 * 16 * 16 + 32 * 16 + 2 * 8  # q, k and v, o, the two head norms
+    layer = attention + 3 * 16 * 24 + 2 * 16
+    assert check(folder).num_parameters == count_parameters(CONFIG) == embedding + norm + 2 * layer
+    shard(folder)
+    assert check(folder).folder == folder
+
+
+def test_odd_but_sound_paths_pass(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = folder.parent / "a b" / "modèle"
+    odd.parent.mkdir()
+    shutil.copytree(folder, odd)
+    check(odd)
+    check(f"{odd}/../../model/")
+    monkeypatch.setenv("HOME", str(folder.parent))
+    check("~/model")
+
+
+def test_a_missing_path_names_the_nearest_sibling(folder: Path) -> None:
+    assert f"did you mean {folder}" in message(folder.parent / "modle")
+    assert "--model.path" in message("")
+    assert "not a folder" in message(folder / "config.json")
+    assert "cannot be opened" in message("x" * 5000)
+
+
+def test_a_hub_id_that_cannot_be_had_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert "some-org/some-model" in message("some-org/some-model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ("GPT2LMHeadModel", *ARCHITECTURES)),
+        ({"architectures": None}, ("architecture",)),
+        ({"quantization_config": {"quant_method": "gptq"}}, ("quantised", "quantization_config")),
+        ({"auto_map": {"AutoModel": "x.Y"}}, ("auto_map",)),
+        ({"hidden_size": "16"}, ("hidden_size", "'16'")),
+        ({"vocab_size": 0}, ("vocab_size", "0")),
+        ({"num_key_value_heads": -2}, ("num_key_value_heads", "-2")),
+        ({"num_key_value_heads": 3}, ("num_attention_heads=4", "num_key_value_heads=3")),
+        ({"vocab_size": 48}, ("embed_tokens", "[32, 16]", "[48, 16]")),
+        ({"intermediate_size": 23}, ("gate_proj", "[24, 16]", "[23, 16]")),
+        ({"num_hidden_layers": 3}, ("lack tensors", "model.layers.2.")),
+        ({"num_hidden_layers": 1}, ("no place for", "model.layers.1.")),
+        ({"tie_word_embeddings": False}, ("lm_head.weight",)),
+        ({"architectures": ["LlamaForCausalLM"]}, ("no place for", "q_norm")),
+    ],
+)
+def test_a_config_that_does_not_fit_names_the_field(folder: Path, changes: dict, expected: tuple[str, ...]) -> None:
+    write(folder / "config.json", CONFIG | changes)
+    text = message(folder)
+    assert all(part in text for part in expected), text
+
+
+def test_a_config_file_that_cannot_be_read_names_file_and_line(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text('{\n  "vocab_size": 32,\n  oops\n}')
+    assert "config.json, line 3" in message(folder)
+    config.write_text("[1]")
+    assert "list" in message(folder)
+    config.write_bytes(b'{"a": "\xff"}')
+    assert "UTF-8" in message(folder)
+    config.write_text("")
+    assert "line 1" in message(folder)
+    config.unlink()
+    assert "no config.json" in message(folder)
+    write(folder / "adapter_config.json", {"base_model_name_or_path": "Qwen/Qwen3-0.6B"})
+    assert "adapter of Qwen/Qwen3-0.6B" in message(folder)
+
+
+def test_a_folder_above_the_model_points_into_it(folder: Path) -> None:
+    assert f"use {folder}" in message(folder.parent)
+
+
+def test_lengths_beyond_the_models_positions_print_three_numbers(folder: Path) -> None:
+    check(folder, max_prompt_len=32, max_response_len=32)
+    text = message(folder, max_prompt_len=40, max_response_len=25)
+    assert "40" in text and "25" in text and "= 65" in text and "64" in text
+    write(folder / "config.json", CONFIG | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
+    check(folder, max_prompt_len=64, max_response_len=64)
+
+
+def test_a_tensor_parallel_size_must_divide_the_heads(folder: Path) -> None:
+    for size in (1, 2, 4):
+        check(folder, tensor_parallel_size=size)
+    assert "use 1, 2 or 4" in message(folder, tensor_parallel_size=3)
+
+
+def test_missing_or_foreign_weights_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    assert "no weights" in message(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    assert "pickled" in message(folder) and "save_pretrained" in message(folder)
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"x")
+    assert "no index" in message(folder)
+
+
+def test_a_weight_file_that_is_not_whole_prints_its_sizes(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    assert (
+        "truncated" in message(folder) and str(len(whole) - 1) in message(folder) and str(len(whole)) in message(folder)
+    )
+    file.write_bytes(whole + b"x")
+    assert "followed by bytes" in message(folder)
+    file.write_bytes(whole[:100])
+    assert "not a whole safetensors file" in message(folder)
+    file.write_bytes(b"")
+    assert "0 bytes" in message(folder)
+    file.write_bytes(b"<html>not found</html>")
+    assert "not a whole safetensors file" in message(folder)
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "git lfs pull" in message(folder)
+    file.write_bytes(struct.pack("<Q", 4) + b"oops")
+    assert "damaged safetensors header" in message(folder)
+    file.write_bytes(safetensors(expected_shapes(CONFIG), dtype="F16"))  # two bytes a value where the header says four
+    assert "damaged safetensors header" in message(folder)
+    overlap = json.dumps({name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for name in "ab"}).encode()
+    file.write_bytes(struct.pack("<Q", len(overlap)) + overlap + bytes(8))
+    assert "damaged safetensors header" in message(folder)
+    file.write_bytes(safetensors(expected_shapes(CONFIG), dtype="I8", width=1))
+    assert "quantised" in message(folder) and "I8" in message(folder)
+
+
+def test_an_index_may_only_name_existing_shards_inside_the_folder(folder: Path) -> None:
+    shard(folder, weight_map={"model.norm.weight": "../model/model-1.safetensors"})
+    assert "outside the model folder" in message(folder)
+    shard_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    write(folder / "model.safetensors.index.json", {"weight_map": shard_map | {"model.norm.weight": "/etc/passwd"}})
+    assert "outside the model folder" in message(folder)
+    write(
+        folder / "model.safetensors.index.json", {"weight_map": shard_map | {"model.norm.weight": "gone.safetensors"}}
+    )
+    assert "gone.safetensors" in message(folder)
+    write(
+        folder / "model.safetensors.index.json",
+        {"weight_map": shard_map | {"model.norm.weight": "model-2.safetensors"}},
+    )
+    assert "shard lacks tensors" in message(folder) and "model.norm.weight" in message(folder)
+
+
+def test_a_missing_or_unfitting_tokenizer_is_refused(folder: Path) -> None:
+    tokenizer = folder / "tokenizer.json"
+    write(tokenizer, TOKENIZER | {"added_tokens": [{"id": 31}]})
+    check(folder)
+    write(tokenizer, TOKENIZER | {"added_tokens": [{"id": 32}]})
+    assert "33 tokens" in message(folder) and "vocab_size=32" in message(folder)
+    write(tokenizer, {"model": {"vocab": [["a", 0.0]] * 40}})
+    assert "40 tokens" in message(folder)
+    write(tokenizer, {"model": {}})
+    assert "damaged tokenizer" in message(folder)
+    tokenizer.unlink()
+    assert "no tokenizer" in message(folder)
+    write(folder / "vocab.json", {"a": 0})
+    (folder / "merges.txt").write_text("")
+    check(folder)
+
+
+def test_a_missing_or_broken_chat_template_is_refused_with_its_line(folder: Path) -> None:
+    write(folder / "tokenizer_config.json", {})
+    assert "no chat template" in message(folder)
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ a }}\n{% for m in messages %}\n{% endif %}")
+    assert "template line 3" in message(folder)
+    template.write_text("{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% break %}{% endfor %}")
+    check(folder)
+    template.unlink()
+    write(folder / "tokenizer_config.json", {"chat_template": [{"name": "default", "template": "{{ a"}]})
+    assert "not valid Jinja" in message(folder)
+
+
+def test_the_checks_import_neither_torch_nor_transformers(folder: Path) -> None:
+    import subprocess
+
+    code = (
+        f"import sys; from lib.model_files import check_model_files as c; c({str(folder)!r}, max_prompt_len=8, "
+        "max_response_len=8); sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=False).returncode == 0

@@ -1,0 +1,572 @@
+"""Reward functions in real worker processes: good ones, broken ones, hung ones."""
+
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib.dist import SINGLE
+from lib.errors import RewardError, UserError
+from lib.rewards.worker import read_result
+from lib.scoring import RewardConfig, Scorer, check_error_rate, check_reward, error_counts
+from lib.types import Rollout, Sample, Score
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+
+
+def make_rollout(i: int = 0, *, source: str = "mine", truth: object = "7", score: Score | None = None) -> Rollout:
+    sample = Sample(uid=i, prompt_ids=[], data_source=source, ground_truth=truth, extra_info={"place": i})
+    return Rollout(
+        sample=sample, index=0, response_ids=[], rollout_log_probs=None, finish_reason="stop", score=score
+    )  # fmt: skip
+
+
+def write(folder: Path, body: str, name: str = "reward.py") -> str:
+    """Writes a reward file; a body without `def` becomes compute_score's."""
+    body = textwrap.dedent(body)
+    text = body if "def " in body else HEAD + textwrap.indent(body, "    ")
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def score_all(cfg: RewardConfig, texts: list[str], *, log_path: Path | None = None, **rollout) -> list[Score]:
+    sources = {rollout.get("source", "mine")}
+    with closing(Scorer(cfg, sources, log_path=log_path)) as scorer:
+        for i, text in enumerate(texts):
+            scorer.submit(make_rollout(i, **rollout), text)
+        return [scored.score for scored in scorer.collect()]
+
+
+def rows(*truths: object, source: str = "mine") -> list[dict]:
+    return [{"data_source": source, "reward_model": {"ground_truth": t}, "extra_info": {}} for t in truths]
+
+
+# ---- What comes back ----
+
+
+def test_function_gets_exactly_what_was_submitted(tmp_path):
+    body = """
+    keys = sorted(extra_info)
+    same = ground_truth == {"a": [1, None, 2.5], "b": b"x"} and extra_info == {"place": 0} and data_source == "mine"
+    return {"score": 3, "same": same, "text": solution_str, "length": len(solution_str)}
+    """
+    text = "Grüße \ud800 \x00 " + "x" * 300_000  # larger than a socket's buffer, and not valid UTF-8
+    [score] = score_all(RewardConfig(path=write(tmp_path, body)), [text], truth={"a": [1, None, 2.5], "b": b"x"})
+    assert score.error is None and score.score == 3.0
+    assert score.extras == {"same": True, "text": text[:10_000], "length": float(len(text))}
+
+
+def test_results_come_in_the_order_of_submission_for_any_number_of_workers(tmp_path):
+    body = """
+    import random, time
+    time.sleep(0.02 * (len(solution_str) % 3))
+    return {"score": len(solution_str), "random": random.random(), "hash": float(hash(solution_str) % 1000)}
+    """
+    path = write(tmp_path, body)
+    texts = ["x" * (i * 7 % 20) for i in range(20)]
+    one, three = (score_all(RewardConfig(path=path, num_workers=n), texts) for n in (1, 3))
+    assert [score.score for score in one] == [len(text) for text in texts]
+    assert one == three
+    assert len({score.extras["random"] for score in one}) == len(one)
+
+
+def test_collect_empties_the_scorer(tmp_path):
+    with closing(Scorer(RewardConfig(path=write(tmp_path, "return 1")), {"mine"})) as scorer:
+        assert scorer.collect() == []
+        for first in (0, 10):
+            for i in range(first, first + 3):
+                scorer.submit(make_rollout(i), "x")
+            assert [rollout.sample.uid for rollout in scorer.collect()] == [first, first + 1, first + 2]
+
+
+def test_a_coroutine_function_is_awaited(tmp_path):
+    body = """
+    import asyncio
+    async def compute_score(data_source, solution_str, ground_truth, extra_info, bonus):
+        await asyncio.sleep(0.01)
+        if not solution_str:
+            raise ValueError("nothing")
+        if solution_str == "leave":
+            raise SystemExit(5)
+        return len(solution_str) + bonus
+    """
+    cfg = RewardConfig(path=write(tmp_path, body), kwargs={"bonus": 0.5}, num_workers=1)
+    scores = score_all(cfg, ["ab", "", "leave", "abc"])
+    assert [score.score for score in scores] == [2.5, None, None, 3.5]
+    assert scores[1].error.startswith("ValueError: nothing [reward.py:6 in compute_score:")
+    assert scores[2].error.startswith("SystemExit: 5")
+
+
+def test_built_in_graders_are_chosen_by_data_source():
+    sources = {"arithmetic", "openai/gsm8k", "lighteval/MATH"}
+    cases = [("arithmetic", "72", 1), ("arithmetic", "#### 72", 0), ("openai/gsm8k", "#### 72", 1)]
+    cases += [("openai/gsm8k", "72", 0), ("lighteval/MATH", r"\boxed{\frac{144}{2}}", 1), ("unknown", "72", None)]
+    with closing(Scorer(RewardConfig(num_workers=1), sources)) as scorer:
+        for i, (source, text, _) in enumerate(cases):
+            scorer.submit(make_rollout(i, source=source, truth="72"), text)
+        scored = scorer.collect()
+    assert [rollout.score.score for rollout in scored] == [score for _, _, score in cases]
+    assert "no grader for data source 'unknown'" in scored[-1].score.error
+
+
+def test_kwargs_choose_the_flexible_gsm8k_grader():
+    cfg = RewardConfig(kwargs={"method": "flexible"}, num_workers=1)
+    assert score_all(cfg, ["so 7", "#### 8"], source="openai/gsm8k") == [Score(score=1.0), Score(score=0.0)]
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("True", 1.0),
+        ("-3", -3.0),
+        ("numpy.float32(0.5)", 0.5),
+        ("numpy.int64(4)", 4.0),
+        ("numpy.bool_(True)", 1.0),
+        ("numpy.array(2.0)", 2.0),
+        ("torch.tensor(0.25)", 0.25),
+        ("torch.tensor([2], dtype=torch.int8)", 2.0),
+        ("{'score': torch.tensor(0.5)}", 0.5),
+        ("None", None),
+        ("{'score': None, 'why': 'unreadable'}", None),
+    ],
+)
+def test_scalars_of_every_library_become_floats(expression, expected):
+    value = eval(expression, {"torch": torch, "numpy": pytest.importorskip("numpy")})
+    score, _ = read_result(value)
+    assert score == expected and type(score) in (float, type(None))
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("float('nan')", "-float('inf')", "'1.0'", "b'1'", "[1.0]", "(1.0, 2.0)", "{}", "{'acc': 1.0}", "1j"),
+        *("torch.tensor([1.0, 2.0])", "torch.tensor(float('nan'))", "{'score': 'high'}", "{'score': [1]}"),
+        *("10**400", "object()"),
+    ],
+)
+def test_values_that_are_no_score_are_errors(expression):
+    with pytest.raises((TypeError, ValueError), match="returned"):
+        read_result(eval(expression, {"torch": torch}))
+
+
+def test_extras_keep_numbers_bools_and_strings_only():
+    values = {"score": 1, "acc": True, "num": torch.tensor(3), "pred": "7", "none": None, "nan": float("nan")}
+    score, extras = read_result(values | {"list": [1], 5: 6})
+    assert score == 1.0
+    assert extras == {"acc": True, "num": 3.0, "pred": "7", "5": 6.0}
+    assert extras["acc"] is True and type(extras["num"]) is float
+
+
+# ---- Failures ----
+
+HARMFUL = """
+import ctypes, os, signal, sys, time
+
+HOME = os.getcwd()
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "loop":
+        while True:
+            pass
+    if solution_str == "swallow":
+        while True:
+            try:
+                time.sleep(60)
+            except BaseException:
+                pass
+    if solution_str == "ignore signals":
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            time.sleep(1)
+    if solution_str == "exit":
+        sys.exit(3)
+    if solution_str == "_exit":
+        os._exit(4)
+    if solution_str == "segfault":
+        ctypes.string_at(0)
+    if solution_str == "close":
+        os.closerange(0, 100)
+    if solution_str == "fork":
+        if os.fork() == 0:
+            return 5.0
+        time.sleep(0.5)
+    if solution_str == "cwd":
+        folder = ground_truth + "/gone"
+        os.mkdir(folder)
+        os.chdir(folder)
+        os.rmdir(folder)
+        return 1.0
+    if solution_str == "flood":
+        for _ in range(200):
+            print("x" * 100_000)
+            print("y" * 100_000, file=sys.stderr)
+            os.write(1, b"z" * 100_000)
+    if solution_str == "read":
+        assert sys.stdin.read() == ""
+    if solution_str == "raise":
+        return int("seven")
+    if solution_str == "recurse":
+        return compute_score(data_source, solution_str, ground_truth, extra_info)
+    return float(os.getcwd() == HOME)
+"""
+
+
+def test_every_harmful_response_gets_its_error_and_the_others_their_score(tmp_path):
+    expected = {
+        "loop": "timed out after 1.5 s",
+        "swallow": "timed out after 1.5 s",
+        "ignore signals": "timed out after 1.5 s",
+        "exit": "SystemExit: 3 [reward.py:",
+        "_exit": "the reward worker exited with code 4",
+        "segfault": "the reward worker was killed by SIGSEGV",
+        "close": "the reward worker exited with code 1",
+        "raise": "ValueError: invalid literal for int() with base 10: 'seven' [reward.py:",
+        "recurse": "RecursionError: maximum recursion depth exceeded",
+    }
+    texts = [text for harmful in [*expected, "fork", "cwd", "flood", "read"] for text in ("good", harmful, "good")]
+    cfg = RewardConfig(path=write(tmp_path, HARMFUL), num_workers=2, timeout_s=1.5)
+    log = tmp_path / "rewards.log"
+    scores = score_all(cfg, texts, truth=str(tmp_path), log_path=log)
+    for text, score in zip(texts, scores, strict=True):
+        if text in expected:
+            assert score.score is None and score.error.startswith(expected[text]), (text, score)
+        else:
+            assert score == Score(score=1.0), text
+    assert 0 < log.stat().st_size < 32 * 1024**2  # a flood is cut, and it hurt nobody
+
+
+def test_five_hung_responses_do_not_block_the_others(tmp_path):
+    """While 5 of 6 workers hang, the sixth scores everything else; `collect` cannot return before the hung ones."""
+    body = """
+    import os, time
+    while solution_str == "hang":
+        time.sleep(1)
+    with open(ground_truth, "a") as file:
+        file.write("done\\n")
+    return 1
+    """
+    done = tmp_path / "done"
+    cfg = RewardConfig(path=write(tmp_path, body), num_workers=6, timeout_s=600.0)
+    scorer = Scorer(cfg, {"mine"})
+    for i in range(45):
+        scorer.submit(make_rollout(i, truth=str(done)), "hang" if i < 5 else "good")
+    wait_for(lambda: done.exists() and done.read_text().count("done") == 40)  # long before the limit
+    scorer.close()
+    with pytest.raises(RuntimeError, match="before all responses had a score"):
+        scorer.collect()
+
+
+def test_a_hung_worker_and_its_children_are_gone_after_the_limit(tmp_path):
+    body = """
+    import os, subprocess, time
+    child = subprocess.Popen(["sleep", "600"])
+    with open(ground_truth, "w") as file:
+        file.write(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+    """
+    pids = tmp_path / "pids"
+    cfg = RewardConfig(path=write(tmp_path, body), num_workers=1, timeout_s=1.0)
+    [score] = score_all(cfg, ["x"], truth=str(pids))
+    assert score.error == "timed out after 1 s"
+    for pid in pids.read_text().split():
+        wait_for(partial(has_ended, int(pid)))
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process is gone, or a zombie that nobody reaps."""
+    try:
+        return " Z " in Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Returns when the condition holds. Two minutes stand for "never"."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_workers_die_with_a_trainer_that_is_killed(tmp_path):
+    body = """
+    import os, time
+    with open(ground_truth, "w") as file:
+        file.write(str(os.getpid()))
+    while True:
+        time.sleep(1)
+    """
+    pid = tmp_path / "pid"
+    trainer = f"""
+import time
+from tests.test_scoring import RewardConfig, Scorer, make_rollout
+scorer = Scorer(RewardConfig(path={write(tmp_path, body)!r}, num_workers=2, timeout_s=600.0), {{"mine"}})
+scorer.submit(make_rollout(truth={str(pid)!r}), "x")
+time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", trainer], cwd=ROOT)
+    wait_for(lambda: pid.exists() and pid.read_text())
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for(partial(has_ended, int(pid.read_text())))
+
+
+def test_function_cannot_change_the_trainers_data_or_the_next_response(tmp_path):
+    body = """
+    ground_truth.append(1)
+    extra_info.clear()
+    return len(ground_truth)
+    """
+    truth = ["a"]
+    scores = score_all(RewardConfig(path=write(tmp_path, body), num_workers=1), ["x"] * 3, truth=truth)
+    assert [score.score for score in scores] == [2.0, 2.0, 2.0] and truth == ["a"]
+
+
+def test_all_workers_of_a_run_use_the_file_as_it_was_at_the_start(tmp_path):
+    path = write(tmp_path, "import os\nif solution_str == 'die':\n    os._exit(1)\nreturn 1")
+    with closing(Scorer(RewardConfig(path=path, num_workers=1), {"mine"})) as scorer:
+        write(tmp_path, "return 2")
+        for i, text in enumerate(["a", "die", "b"]):
+            scorer.submit(make_rollout(i), text)
+        assert [rollout.score.score for rollout in scorer.collect()] == [1.0, None, 1.0]
+
+
+def test_workers_that_cannot_start_fail_the_responses_instead_of_hanging(tmp_path):
+    path = write(tmp_path, "import os\nos._exit(9)\ndef compute_score(): pass")
+    scores = score_all(RewardConfig(path=path, num_workers=2), ["a", "b"])
+    assert scores == [Score(score=None, error="the reward worker exited with code 9")] * 2
+
+
+def test_data_that_cannot_be_sent_is_an_error_of_its_response(tmp_path):
+    cfg = RewardConfig(path=write(tmp_path, "return 1"), num_workers=1)
+    with closing(Scorer(cfg, {"mine"})) as scorer:
+        scorer.submit(make_rollout(0, truth=threading.Lock()), "x")
+        scorer.submit(make_rollout(1), "x")
+        first, second = scorer.collect()
+    assert first.score.error.startswith("cannot be sent to a worker: ") and second.score.score == 1.0
+
+
+BOMBS = [
+    r"\boxed{9^{9^{9^9}}}",
+    r"\boxed{100000000!}",
+    r"\boxed{10^{10^{10}}}",
+    "$" + "(" * 400 + "1" + ")" * 400 + "$",
+]
+
+
+def test_math_answers_that_hang_sympy_cost_only_themselves():
+    """200 answers, 4 of them bombs; each bomb may hang (no score) or be answered (wrong), the others are right."""
+    texts = [BOMBS[i // 50] if i % 50 == 25 else rf"\boxed{{{i} + {i % 3}}}" for i in range(200)]
+    cfg = RewardConfig(num_workers=2, timeout_s=2.0)
+    sources = {"lighteval/MATH"}
+    with closing(Scorer(cfg, sources)) as scorer:
+        for i, text in enumerate(texts):
+            scorer.submit(make_rollout(i, source="lighteval/MATH", truth=str(i + 1)), text)
+        scores = [rollout.score for rollout in scorer.collect()]
+    for i, (text, score) in enumerate(zip(texts, scores, strict=True)):
+        if text in BOMBS:
+            assert score.score == 0.0 or score.error.startswith("timed out") or "SIGKILL" in score.error
+        else:
+            assert score.score == float(i % 3 == 1), (i, score)
+    assert any(score.error for score in scores)  # at least one bomb did hang, or this test shows nothing
+
+
+# ---- Checks at start ----
+
+
+def test_check_names_function_file_and_hash(tmp_path):
+    path = write(tmp_path, "import sys\nprint('hello')\ndef compute_score(**given): return 1")
+    line = check_reward(RewardConfig(path=path), {"mine"}, rows("7", "8"))
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    assert line == (
+        f"reward: compute_score in {path} (sha256 {digest}); "
+        "warning: importing it printed 6 bytes (they go to the reward log)"
+    )
+
+
+def test_check_accepts_the_built_in_graders():
+    line = check_reward(RewardConfig(), {"arithmetic", "openai/gsm8k"}, rows("7", "8", source="arithmetic"))
+    assert line == "reward: lib.rewards.arithmetic for arithmetic, lib.rewards.gsm8k for openai/gsm8k"
+
+
+@pytest.mark.parametrize("returned", ["None", "0", "{'score': None}", "{'score': 1, 'pred': 'x'}"])
+def test_check_accepts_scores_and_declined_rows(tmp_path, returned):
+    check_reward(RewardConfig(path=write(tmp_path, f"return {returned}")), {"mine"}, rows("7"))
+
+
+@pytest.mark.parametrize(
+    ("cfg", "words"),
+    [
+        ({}, ["no built-in grader for data source 'mine'", "arithmetic, openai/gsm8k", "--reward.path FILE"]),
+        ({"path": "missing.py"}, ["no such file", "--reward.path missing.py"]),
+        ({"path": "."}, ["a directory"]),
+    ],
+)
+def test_wrong_flags_are_user_errors(cfg, words):
+    with pytest.raises(UserError) as caught:
+        check_reward(RewardConfig(**cfg), {"mine"}, rows("7"))
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("def compute_score(:", ["does not import", "SyntaxError", "line 1"]),
+        ("import no_such_module\ndef f(): pass", ["does not import", "No module named 'no_such_module' [reward.py:1"]),
+        ("import sys\nsys.exit('def ')", ["does not import", "SystemExit"]),
+        ("def other(): pass\nfrom os.path import join", ["has no function compute_score", "found other, expected"]),
+        ("compute_score = 'def '", ["has no function compute_score", "found no function"]),
+        (
+            "def compute_score(solution_str, ground_truth): pass",
+            ["takes other arguments", "found compute_score(solution_str, ground_truth)", "data_source, solution_str"],
+        ),
+        ("def compute_score(data_source, solution_str, ground_truth, extra_info, more): pass", ["'more'"]),
+        (
+            HEAD + "    return solution_str.split()[0]",
+            ["trial", "row 0", "'7'", "response ''", "IndexError", "reward.py"],
+        ),
+        (HEAD + "    return 1 if not solution_str else 'high'", ["row 1", "returned 'high' (str)"]),
+        (HEAD + "    return {'reward': 1}", ["without the key 'score'; found reward"]),
+        (HEAD + "    return float('nan')", ["returned nan"]),
+        (HEAD + "    import time\n    time.sleep(60)", ["timed out after 1 s"]),
+        (HEAD + "    import os\n    os._exit(7)", ["exited with code 7"]),
+    ],
+)
+def test_broken_reward_code_is_a_reward_error(tmp_path, body, words):
+    cfg = RewardConfig(path=write(tmp_path, body), timeout_s=1.0)
+    with pytest.raises(RewardError) as caught:
+        check_reward(cfg, {"mine"}, rows("7", "8"))
+    assert caught.value.code == 4
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_kwargs_that_a_built_in_grader_does_not_take_are_refused():
+    with pytest.raises(RewardError, match="unexpected keyword argument 'method'"):
+        check_reward(RewardConfig(kwargs={"method": "flexible"}), {"arithmetic"}, rows("7", source="arithmetic"))
+    with pytest.raises(RewardError, match='expected "strict" or "flexible"'):
+        check_reward(RewardConfig(kwargs={"method": "loose"}), {"openai/gsm8k"}, rows("7", source="openai/gsm8k"))
+
+
+def test_a_file_may_import_its_neighbours_without_hiding_the_standard_library(tmp_path):
+    (tmp_path / "helper.py").write_text("VALUE = 5")
+    (tmp_path / "json.py").write_text("raise RuntimeError('not the real one')")
+    (tmp_path / "fractions.py").write_text("raise RuntimeError('not the real one')")
+    path = write(tmp_path, "import fractions, json, helper\n" + HEAD + "    return helper.VALUE")
+    assert score_all(RewardConfig(path=path, num_workers=1), ["x"]) == [Score(score=5.0)]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *({"timeout_s": 0.0}, {"timeout_s": float("nan")}, {"timeout_s": float("inf")}),
+        *({"max_error_rate": -0.1}, {"max_error_rate": 1.5}, {"max_error_rate": float("nan")}),
+        *({"path": ""}, {"name": "a b"}, {"num_workers": 0}, {"kwargs": {"extra_info": 1}}),
+    ],
+)
+def test_values_out_of_range_are_refused_with_their_flag(bad):
+    [name] = bad
+    with pytest.raises(UserError, match="--reward." + name.replace("_", "-")):
+        RewardConfig(**bad)
+
+
+def test_a_recipe_passes_its_own_function_by_file_and_name(tmp_path):
+    """The worker imports the recipe's file, but not as the main script."""
+    recipe = write(
+        tmp_path,
+        """
+        from lib.scoring import RewardConfig
+
+        def my_reward(data_source, solution_str, ground_truth, extra_info):
+            return len(solution_str)
+
+        config = RewardConfig(path=__file__, name="my_reward", num_workers=1)
+        if __name__ == "__main__":
+            raise RuntimeError("started the run")
+        """,
+    )
+    assert score_all(RewardConfig(path=recipe, name="my_reward", num_workers=1), ["four"]) == [Score(score=4.0)]
+
+
+# ---- Error rate ----
+
+
+def scored(*scores: Score) -> list[Rollout]:
+    return [make_rollout(i, score=score) for i, score in enumerate(scores)]
+
+
+GOOD, DECLINED = Score(score=1.0), Score(score=None)
+FAILED, LATE = Score(score=None, error="ValueError: x"), Score(score=None, error="timed out after 10 s")
+
+
+def test_failures_are_counted_by_kind():
+    step = scored(GOOD, DECLINED, FAILED, FAILED, LATE, GOOD, DECLINED, DECLINED)
+    assert check_error_rate(step, RewardConfig(max_error_rate=0.4), SINGLE) == {
+        "reward/num_errors": 2.0,
+        "reward/num_timeouts": 1.0,
+        "reward/num_declined": 3.0,
+        "reward/num_excluded": 6.0,
+    }
+    assert error_counts(step) == {"ValueError: x": 2, "timed out after 10 s": 1}
+
+
+def test_run_stops_above_the_rate_but_not_at_it():
+    step = scored(*[GOOD] * 16, FAILED, LATE, LATE, DECLINED)
+    check_error_rate(step, RewardConfig(max_error_rate=0.15), SINGLE)  # 3 of 20
+    with pytest.raises(RewardError) as caught:
+        check_error_rate(step, RewardConfig(max_error_rate=0.149), SINGLE)
+    assert "3 of the step's 20 responses (15.0%)" in str(caught.value)
+    assert "2 times: timed out after 10 s" in str(caught.value)
+
+
+def test_a_rate_of_0_stops_at_the_first_failure_and_1_never():
+    with pytest.raises(RewardError):
+        check_error_rate(scored(*[GOOD] * 99, FAILED), RewardConfig(max_error_rate=0.0), SINGLE)
+    check_error_rate(scored(FAILED, LATE), RewardConfig(max_error_rate=1.0), SINGLE)
+    check_error_rate([], RewardConfig(max_error_rate=0.0), SINGLE)
+
+
+TWO_RANKS = """
+import torch.distributed as dist
+from lib.dist import init_distributed
+from tests.test_scoring import *
+world = init_distributed()
+step = scored(*[GOOD] * 10) if world.rank == 0 else scored(*[GOOD] * 8, FAILED, FAILED)
+print(check_error_rate(step, RewardConfig(max_error_rate=0.1), world)["reward/num_errors"], flush=True)
+try:
+    check_error_rate(step, RewardConfig(max_error_rate=0.09), world)
+except RewardError as error:
+    print("2 of the step's 20" in str(error) and "2 times: ValueError: x" in str(error), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_all_ranks_stop_together_on_the_rate_over_all_ranks():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_RANKS],
+            cwd=ROOT,
+            env=env | {"RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    assert [rank.communicate()[0].split() for rank in ranks] == [["2.0", "True"]] * 2

@@ -1,0 +1,336 @@
+"""Claims about the run folder and the terminal. Whole lives of runs happen in processes of their own."""
+
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from lib.dist import SINGLE
+from lib.errors import UserError
+from lib.tracking import Run, StartupTimer, TrackingConfig, format_table, plot_learning_curve, read_metrics
+
+ROOT = Path(__file__).parent.parent
+HEADER = """
+import ctypes, os, sys, logging, warnings
+from lib.dist import SINGLE, init_distributed, shutdown_distributed
+from lib.errors import UserError
+from lib.tracking import Run, TrackingConfig
+"""
+
+
+def run_script(body: str, folder: Path, *, ranks: int = 1, env: dict | None = None) -> list[tuple[int, str, str]]:
+    """Exit code, standard output and standard error of each rank that executes the body in `folder`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    base = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
+        "OMP_NUM_THREADS": "1",
+        **(env or {}),
+    }
+    base.pop("PYTHONUNBUFFERED", None)  # it would also switch off C's buffer, which must not leak into the terminal
+    processes = []
+    for rank in range(ranks):
+        launch = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", HEADER + textwrap.dedent(body)],
+                cwd=folder,
+                env=base | (launch if ranks > 1 else {}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    outputs = [process.communicate(timeout=120) for process in processes]
+    return [(process.returncode, out, err) for process, (out, err) in zip(processes, outputs, strict=True)]
+
+
+def open_run(path: Path | str, **options) -> Run:
+    return Run(path, TrackingConfig(), SINGLE, config=options.pop("config", {}), num_steps=3, **options)
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+NOISE = """
+    print("noise of print")
+    sys.stderr.write("noise of stderr\\n")
+    os.write(1, b"noise of fd 1\\n")
+    ctypes.CDLL(None).printf(b"noise of printf\\n")
+    logging.getLogger("vllm").warning("noise of logging")
+    warnings.warn("noise of warnings")
+    os.system("echo noise of a child")
+"""
+
+
+def test_two_ranks_write_one_folder_and_their_noise_goes_to_a_log_each(tmp_path):
+    body = f"""
+from lib.dist import World
+world = init_distributed()
+print("before")
+with Run("runs/a", TrackingConfig(), world, config={{"seed": 1}}, num_steps=2) as run:
+    {textwrap.indent(textwrap.dedent(NOISE), "    ").strip()}
+    run.say("hello from the run")
+    run.log(0, {{"val-core/arithmetic/acc/mean@1": 0.25}})
+    for step in (1, 2):
+        run.log(step, {{"critic/score/mean": 0.1 * step, "actor/grad_norm": 0.5, "timing_s/step": 2.0}})
+    run.log(2, {{"val-core/arithmetic/acc/mean@1": 0.75}})
+    run.finish()
+try:
+    Run("runs/a", TrackingConfig(), world, config={{}}, num_steps=2)
+except UserError as error:
+    print(run.state, str(error)[-40:])
+shutdown_distributed()
+"""
+    ranks = run_script(body, tmp_path, ranks=2)
+    run = tmp_path / "runs" / "a"
+    assert [code for code, _, _ in ranks] == [0, 0], ranks
+    assert "noise" not in "".join(out + err for _, out, err in ranks)
+    said = ranks[0][1]
+    assert said.startswith("before\nhello from the run\nvalidation at step 0\n")
+    for _, out, _ in ranks:
+        last = out.splitlines()[-1]
+        assert out.startswith("before\n") and last.startswith("finished ") and last.endswith("to a.old-TIME"), out
+    assert len(ranks[1][1].splitlines()) == 2
+    assert "step 1/2 | reward 0.100 | grad norm 0.5 | 2.0 s" in said
+    assert "+0.500" in said and "0.250 (step 0) -> 0.750 (step 2)" in said
+    for rank in (0, 1):
+        log = (run / "logs" / f"rank_{rank}.log").read_text()
+        sources = ("print", "stderr", "fd 1", "printf", "logging", "warnings", "a child")
+        assert all(f"noise of {source}" in log for source in sources), log
+    assert read_json(run / "status.json") == {"state": "finished", "step": 2, "resumable": False, "error": None}
+    assert read_json(run / "config.json") == {"seed": 1}
+    assert [row["step"] for row in read_metrics(run)] == [0, 1, 2, 2]
+    assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    names = {"config.json", "metrics.jsonl", "tensorboard", "learning_curve.png", "samples", "logs", "status.json"}
+    assert {path.name for path in run.iterdir()} == names
+    assert tensorboard_scalars(run, "critic/score/mean") == {1: pytest.approx(0.1), 2: pytest.approx(0.2)}
+
+
+def tensorboard_scalars(run: Path, name: str) -> dict[int, float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+def test_a_bug_on_one_rank_reaches_the_terminal_with_its_rank_and_log(tmp_path):
+    body = """
+    world = init_distributed()
+    with Run("r", TrackingConfig(), world, config={}, num_steps=2) as run:
+        run.log(1, {"x": 1.0})
+        print("noise")
+        if world.rank == 1:
+            raise KeyError("no such layer")
+    """
+    _, (code, out, err) = run_script(body, tmp_path, ranks=2)
+    assert code == 1 and "noise" not in out
+    assert "on rank 1; what the libraries said is in" in err and "logs/rank_1.log" in err
+    assert "Traceback" in err and "no such layer" in err
+    assert "Traceback" in (tmp_path / "r" / "logs" / "rank_1.log").read_text()
+    status = read_json(tmp_path / "r" / "status.json")
+    assert (status["state"], status["step"], status["resumable"]) == ("failed", 1, False)
+    assert status["error"] == "error[1] KeyError: 'no such layer'; on rank 1"
+
+
+def test_an_error_of_the_input_is_left_to_the_entry_point_and_written_to_the_status(tmp_path):
+    with pytest.raises(UserError), open_run(tmp_path / "r"):
+        raise UserError("what; where;\nfound; mend")
+    status = read_json(tmp_path / "r" / "status.json")
+    assert status == {"state": "failed", "step": 0, "resumable": False, "error": "error[2] what; where; found; mend"}
+
+
+def test_ctrl_c_is_a_stop_and_an_error_after_the_end_does_not_undo_the_end(tmp_path):
+    with pytest.raises(KeyboardInterrupt), open_run(tmp_path / "a"):
+        raise KeyboardInterrupt
+    assert read_json(tmp_path / "a" / "status.json")["state"] == "stopped"
+    with pytest.raises(ZeroDivisionError), open_run(tmp_path / "b") as run:
+        run.finish()
+        raise ZeroDivisionError
+    assert read_json(tmp_path / "b" / "status.json")["state"] == "finished"
+
+
+def test_an_older_run_is_refused_and_overwrite_moves_it_aside(tmp_path):
+    folder = tmp_path / "my runs" / "über"
+    with open_run(folder) as run:
+        run.log(7, {"x": 1.0})
+        run.finish()
+    with pytest.raises(UserError) as refused:
+        open_run(folder)
+    message = str(refused.value)
+    assert all(part in message for part in ("--run-dir", str(folder), "finished at step 7", "--overwrite"))
+    assert read_json(folder / "status.json")["step"] == 7
+    with open_run(folder, overwrite=True):
+        pass
+    with open_run(folder, overwrite=True):  # within the same second: a name of its own
+        pass
+    aside = sorted(path for path in folder.parent.iterdir() if path.name.startswith("über.old-"))
+    assert len(aside) == 2 and [read_json(path / "status.json")["step"] for path in aside] == [7, 0]
+    assert not (folder / "metrics.jsonl").exists()
+
+
+def test_a_folder_that_is_no_run_is_neither_used_nor_moved(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"thesis\.tex"):
+            open_run(tmp_path, overwrite=overwrite)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("path", ["{tmp}/file", "{tmp}/file/run", "/proc/run", "/sys/run", "~nobody_here/run"])
+def test_a_folder_that_cannot_be_made_is_a_user_error(tmp_path, path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r".+; .+; .+; .+"):
+        open_run(path.format(tmp=tmp_path))
+
+
+def test_too_little_disk_space_is_told_in_numbers(tmp_path):
+    free = shutil.disk_usage(tmp_path).free / 2**30
+    with pytest.raises(UserError, match=r"at least 1000000\.00 GiB") as refused:
+        open_run(tmp_path / "r", needed_gib=1e6)
+    found = re.search(r"found ([\d.]+) GiB free", str(refused.value))
+    assert float(found.group(1)) == pytest.approx(free, rel=0.2)  # others write to this disk too
+    assert not (tmp_path / "r").exists()
+
+
+def test_home_and_relative_paths_are_understood(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for path, expected in (("~/a", "a"), ("x/../b c", "b c"), (Path("d"), "d")):
+        with open_run(path) as run:
+            assert run.dir == tmp_path / expected
+    assert not (tmp_path / "x").exists()
+
+
+def test_metrics_lines_are_valid_json_that_restores_nan_and_infinities(tmp_path):
+    values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.1 + 0.2, "source\u2028": 1.0}
+    with open_run(tmp_path / "r") as run:
+        run.log(3, values)
+    (line,) = (tmp_path / "r" / "metrics.jsonl").read_text().split("\n")[:-1]
+    assert line.startswith('{"step": 3, "a": "NaN", "b": "Infinity", "c": "-Infinity", "d": 0.30000000000000004')
+    (row,) = read_metrics(tmp_path / "r")
+    assert row == pytest.approx({"step": 3, **values}, nan_ok=True, abs=0)
+
+
+def test_samples_are_appended_and_a_few_are_shown(tmp_path, capfd):
+    row = {"uid": 1, "data_source": "s", "prompt": "1+1\n=", "response": "2" * 100, "ground_truth": "2"}
+    row |= {"score": None, "extras": {"acc": math.nan}, "finish_reason": "length"}
+    with open_run(tmp_path / "r") as run:
+        run.save_samples(5, [row, row], show=1)
+        run.save_samples(5, [{**row, "response": "é \udc80"}])
+    lines = (tmp_path / "r" / "samples" / "step_5.jsonl").read_text().splitlines()
+    read = [json.loads(line) for line in lines]
+    assert read[0] == {**row, "extras": {"acc": "NaN"}} and read[2]["response"] == "é \udc80"
+    assert "é" in lines[2]
+    said = capfd.readouterr().out
+    assert said.count("1+1\\n= -> 222") == 1 and "2" * 60 not in said and "length" in said
+
+
+def test_no_secret_of_the_environment_reaches_a_file_or_the_terminal(tmp_path, capfd, monkeypatch):
+    canary = "canary-2f9c41d7"
+    monkeypatch.setenv("HF_TOKEN", canary)
+    monkeypatch.setenv("SHORT_KEY", "abc")
+    row = {"uid": 1, "data_source": "s", "prompt": canary, "response": "r", "ground_truth": [canary], "score": 1.0}
+    config = {"url": f"https://{canary}@host", "eos_token": "abc"}
+    with pytest.raises(KeyError), open_run(tmp_path / "r", config=config) as run:
+        run.say(f"say {canary}")
+        run.log(1, {"critic/score/mean": 1.0})
+        run.save_samples(1, [{**row, "extras": {canary: canary}, "finish_reason": "stop"}], show=1)
+        raise KeyError(f"bad {canary}")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    out, err = capfd.readouterr()
+    assert len(files) == 6 and "say [HF_TOKEN]" in out
+    assert not [path for path in files if canary.encode() in path.read_bytes()]
+    assert canary not in out + err
+    assert read_json(tmp_path / "r" / "config.json")["eos_token"] == "abc"
+
+
+def test_wandb_is_asked_for_at_the_start_only_where_it_is_installed(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()  # what an offline run leaves behind is not the package
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(UserError, match="pip install wandb"):
+        Run(tmp_path / "r", TrackingConfig(wandb_project="p"), SINGLE, config={}, num_steps=1)
+    assert not (tmp_path / "r").exists()
+
+
+def test_wandb_offline_gets_the_metrics_and_no_key_nor_command_line(tmp_path):
+    pytest.importorskip("wandb")
+    body = """
+    sys.argv.append("--canary-argument")
+    cfg = TrackingConfig(wandb_project="p", name="n")
+    with Run("r", cfg, SINGLE, config={"seed": 12345}, num_steps=1) as run:
+        run.log(1, {"critic/score/mean": 0.5})
+        run.finish()
+    """
+    canary = "0123456789abcdef" * 2 + "canary42"
+    env = {"WANDB_MODE": "offline", "WANDB_API_KEY": canary}
+    ((code, out, err),) = run_script(body, tmp_path, env=env)
+    assert code == 0 and len(out.splitlines()) == 3 and err == "", out + err
+    content = b"".join(path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file())
+    assert b"critic/score/mean" in content and b"12345" in content
+    assert canary.encode() not in content and b"canary-argument" not in content
+
+
+@pytest.mark.parametrize("value", ["", "  ", "a\nb"])
+def test_names_must_be_printable(value):
+    with pytest.raises(UserError, match=r"--tracking\.wandb-project"):
+        TrackingConfig(wandb_project=value)
+
+
+def test_progress_is_silent_between_its_lines(tmp_path, capfd, monkeypatch):
+    with open_run(tmp_path / "r") as run:
+        now = [100.0]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        with run.progress("rollout", 40) as advance:
+            for _ in range(40):
+                now[0] += 1.0
+                advance()
+    lines = capfd.readouterr().out.splitlines()
+    assert lines == [f"  rollout: {done}/40, {done} s" for done in (10, 20, 30, 40)]
+
+
+def test_the_learning_curve_is_drawn_from_any_history(tmp_path):
+    histories = {
+        "empty": [],
+        "training only": [{"step": step, "critic/score/mean": step / 50} for step in range(1, 50)],
+        "gaps": [{"step": 0, "val-core/openai/gsm8k/acc/best@4/mean": math.nan}, {"step": 1, "x": 1.0}],
+    }
+    for name, history in histories.items():
+        plot_learning_curve(history, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 5000
+
+
+def test_tables_are_aligned():
+    assert format_table(("name", "s"), [("a", "10.0"), ("longer", "2.5")]) == (
+        "  name       s\n  ------  ----\n  a       10.0\n  longer   2.5"
+    )
+
+
+def test_start_up_phases_add_up_to_the_time_since_the_launch():
+    timer = StartupTimer()
+    with timer.phase("load"):
+        pass
+    *rows, last = timer.table().splitlines()
+    seconds = {row.split("  ")[1]: float(row.split()[-1]) for row in rows[2:]}
+    assert list(seconds) == ["launch and imports", "load", "other"]
+    assert last.startswith("  launch -> first step: ") and last.endswith(" s")
+    assert sum(seconds.values()) == pytest.approx(float(last.split()[-2]), abs=0.2)
+    started = subprocess.run(["ps", "-o", "etimes=", "-p", str(os.getpid())], capture_output=True, text=True)
+    if started.returncode == 0:
+        assert seconds["launch and imports"] == pytest.approx(float(started.stdout), abs=2.0)

@@ -1,0 +1,84 @@
+"""The gradient of a mini-batch depends on the mini-batch alone; see tests/update_worker.py for what each rank runs."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lib.advantages import GroupAdvantage
+from lib.batching import make_batch
+from lib.dist import SINGLE
+from tests.ranks import torchrun
+from tests.test_forward import reference_log_probs
+from tests.tiny import make_model, make_rollouts
+from tests.update_worker import BUDGETS
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """{(ranks, recompute): what the worker wrote}, and the model's folder."""
+    folder = tmp_path_factory.mktemp("update")
+    path = make_model(folder / "model")
+    found = {}
+    for num_ranks, flags in ((1, ()), (2, ()), (2, ("recompute",)), (3, ())):
+        out = folder / f"{num_ranks}{len(flags)}.pt"
+        done = torchrun(num_ranks, "-m", "tests.update_worker", str(path), str(out), *flags)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[num_ranks, bool(flags)] = torch.load(out)
+    return path, found
+
+
+def error(ours, expected):
+    difference = sum(float((ours[name].double() - expected[name].double()).square().sum()) for name in expected)
+    return math.sqrt(difference / sum(float(t.double().square().sum()) for t in expected.values()))
+
+
+def test_gradient_equals_a_slow_loop_over_unpacked_sequences_in_float64(results):
+    path, found = results
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float64)
+    rollouts = make_rollouts(num_groups=6)
+    batch = make_batch(rollouts, SINGLE, mini_batch_size=18)
+    advantages, _ = GroupAdvantage()(batch, SINGLE)
+    num_valid = sum(r.score.score is not None for r in rollouts)
+    loss = 0.0
+    for row, rollout in enumerate(rollouts):
+        if rollout.score.score is None:
+            continue
+        log_probs, entropy = reference_log_probs(model, rollout, 0.9)
+        reported = torch.tensor(rollout.rollout_log_probs, dtype=torch.float64)
+        old, ref = reported * 4 - 3, reported * 4 - 2
+        for t in range(len(rollout.response_ids)):
+            x = (log_probs[t] - old[t]).clamp(-20, 20)
+            advantage, ratio = float(advantages[row, t]), x.exp()
+            surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+            if advantage < 0:
+                surrogate = torch.minimum(surrogate, torch.tensor(-advantage * 3.0, dtype=torch.float64))
+            y = (ref[t] - log_probs[t]).clamp(-20, 20)
+            k3 = (y.exp() - y - 1).clamp(-10, 10)
+            loss = loss + (surrogate - 0.01 * entropy[t] + 0.1 * k3) / len(rollout.response_ids) / num_valid
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    assert error(found[1, False]["gradient/10000"], expected) < 2e-5
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("layout", [(1, False), (2, False), (2, True), (3, False)])
+def test_gradient_is_invariant_to_ranks_token_budget_and_recompute(results, layout, budget):
+    _, found = results
+    expected = found[1, False][f"gradient/{BUDGETS[-1]}"]
+    assert error(found[layout][f"gradient/{budget}"], expected) < 1e-5
+
+
+@pytest.mark.parametrize("layout", [(2, False), (2, True), (3, False)])
+def test_weights_after_optimizer_steps_are_invariant_to_ranks(results, layout):
+    _, found = results
+    assert error(found[layout]["weights"], found[1, False]["weights"]) < 1e-5
+    for ours, single in zip(found[layout]["norms"], found[1, False]["norms"], strict=True):
+        assert ours[0] == pytest.approx(single[0], rel=1e-5, nan_ok=True)
+
+
+def test_a_step_with_a_nan_on_one_rank_is_skipped_by_all(results):
+    for result in results[1].values():
+        assert [(taken, same) for _, taken, same in result["norms"]] == [(True, False), (False, True), (True, False)]
+        assert math.isnan(result["norms"][1][0])

@@ -1,0 +1,56 @@
+"""Tiny models and scored rollouts for the tests, made on the spot: nothing is downloaded or stored."""
+
+from pathlib import Path
+
+import torch
+
+from lib.types import Rollout, Sample, Score
+
+VOCAB_SIZE = 200
+
+
+def make_model(path: Path, *, kind: str = "qwen3", tied: bool = True, seed: int = 0) -> Path:
+    """A Hugging Face folder with a two-layer model with grouped-query attention; weights large enough to matter."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+    torch.manual_seed(seed)
+    shape = dict(
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=tied,
+        initializer_range=0.2,
+    )  # fmt: skip
+    if kind == "mistral":
+        shape["sliding_window"] = 4
+    if kind == "qwen2":
+        del shape["head_dim"]
+    configs = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig}
+    model = AutoModelForCausalLM.from_config(configs[kind](**shape), dtype=torch.float32)
+    model.save_pretrained(path)
+    return path
+
+
+def make_rollouts(*, num_groups: int = 4, n: int = 3, seed: int = 0, max_len: int = 12) -> list[Rollout]:
+    """Ragged responses with random ids, scores and log-probs; one of them without a score."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(low: int) -> list[int]:
+        length = int(torch.randint(low, max_len, (), generator=generator))
+        return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+    rollouts = []
+    for uid in range(num_groups):
+        sample = Sample(uid=uid, prompt_ids=ids(1), data_source="test", ground_truth="", extra_info={})
+        for index in range(n):
+            response = ids(1)
+            score = None if (uid, index) == (1, 1) else float(torch.rand((), generator=generator))
+            rollouts.append(
+                Rollout(
+                    sample=sample,
+                    index=index,
+                    response_ids=response,
+                    rollout_log_probs=(-torch.rand(len(response), generator=generator)).tolist(),
+                    finish_reason="stop",
+                    score=Score(score=score, error=None if score is not None else "no score"),
+                )
+            )
+    return rollouts
