@@ -23,6 +23,7 @@ from lib.config import (
     reporting_errors,
     to_json,
 )
+from lib.console import StartupTimer
 from lib.data import (
     DataConfig,
     DataFiles,
@@ -53,7 +54,7 @@ from lib.model_files import ModelFiles, check_model_files
 from lib.optim import OptimConfig, build_optimizer, optimizer_step
 from lib.rollout import RolloutConfig, RolloutEngine, training_sampling
 from lib.scoring import RewardConfig, Scorer, check_error_rate, check_reward, error_counts
-from lib.tracking import Run, StartupTimer, TrackingConfig
+from lib.tracking import Run, TrackingConfig
 from lib.weight_sync import check_log_probs_diff, names_to_check, wake_with_weights
 
 

@@ -21,15 +21,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from types import TracebackType
 from typing import Any
 
+from lib.console import (
+    VALIDATION_NAME,
+    plot_learning_curve,
+    shorten,
+    training_line,
+    validation_table,
+    validation_values,
+)
 from lib.dist import World
 from lib.errors import LockstepError, UserError, error_line
 
 SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
-VALIDATION_NAME = re.compile(r"val-core/(.+)/([^/]+)/((?:mean|best|maj)@\d+)(?:/mean)?")
 CLEAR_LINE = "\r\x1b[K"
 
 
@@ -168,8 +174,8 @@ class Run:
         """
         self._on_rank_0(lambda: _append_lines(self.dir / "samples" / f"step_{step}.jsonl", rows))
         for row in rows[:show]:
-            prompt, response = _shorten(str(row["prompt"])), _shorten(str(row["response"]))
-            expected, score = _shorten(str(row["ground_truth"]), 30), row["score"]
+            prompt, response = shorten(str(row["prompt"])), shorten(str(row["response"]))
+            expected, score = shorten(str(row["ground_truth"]), 30), row["score"]
             self.say(f"  {prompt} -> {response}  (score {score}, expected {expected}, {row['finish_reason']})")
 
     def finish(self) -> None:
@@ -219,9 +225,9 @@ class Run:
             self._wandb.log(dict(metrics), step=step)
         self._write_status()
         if "critic/score/mean" in metrics:
-            self.say(_training_line(row, self.num_steps))
+            self.say(training_line(row, self.num_steps))
         if any(VALIDATION_NAME.fullmatch(name) for name in metrics):
-            self.say(_validation_table(read_metrics(self.dir)))
+            self.say(validation_table(read_metrics(self.dir)))
 
     def _finish(self) -> None:
         history = read_metrics(self.dir)
@@ -229,7 +235,7 @@ class Run:
         self._close()
         self.state = "finished"
         self._write_status()
-        for name, values in _validation_values(history).items():
+        for name, values in validation_values(history).items():
             (first_step, first), (last_step, last) = values[0], values[-1]
             self.say(f"{name}: {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
         self.say(f"run folder: {self.dir}\nlearning curve: {self.dir / 'learning_curve.png'}")
@@ -401,125 +407,6 @@ def _start_wandb(cfg: TrackingConfig, run_dir: Path, config: Mapping[str, Any]) 
             f"wandb did not start; --tracking.wandb-project {cfg.wandb_project}; {' '.join(str(error).split())}; "
             "run `wandb login`, set WANDB_MODE=offline, or leave the option out"
         ) from None
-
-
-# ---- What the terminal shows ----
-
-
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The rows in aligned columns under their header: the first column to the left, the others to the right."""
-    first, *others = (max(len(row[column]) for row in (header, *rows)) for column in range(len(header)))
-    lines = (header, ["-" * width for width in (first, *others)], *rows)
-    aligned = (
-        [line[0].ljust(first), *(cell.rjust(width) for cell, width in zip(line[1:], others, strict=True))]
-        for line in lines
-    )
-    return "\n".join("  " + "  ".join(cells) for cells in aligned)
-
-
-def _training_line(row: Mapping[str, float], num_steps: int) -> str:
-    """`step 12/60 | reward 0.413 | grad norm 0.84 | length 11.2 | 3.1 s | 1,240 tok/s per rank`, as far as known."""
-    parts = [f"step {row['step']}/{num_steps}"]
-    for name, form in (
-        ("critic/score/mean", "reward {:.3f}"),
-        ("actor/pg_loss", "loss {:+.4f}"),
-        ("actor/grad_norm", "grad norm {:.3g}"),
-        ("response_length/mean", "length {:.1f}"),
-        ("timing_s/step", "{:.1f} s"),
-        ("perf/throughput", "{:,.0f} tok/s per rank"),
-    ):
-        if name in row:
-            parts.append(form.format(row[name]))
-    return " | ".join(parts)
-
-
-def _validation_values(history: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Per core validation metric (without the /std ones): its steps and values."""
-    values: dict[str, list[tuple[int, float]]] = {}
-    for row in history:
-        for name, value in row.items():
-            if VALIDATION_NAME.fullmatch(name):
-                values.setdefault(name, []).append((row["step"], value))
-    return values
-
-
-def _validation_table(history: Sequence[Mapping[str, Any]]) -> str:
-    rows = []
-    for name, values in _validation_values(history).items():
-        source, variable, metric = VALIDATION_NAME.fullmatch(name).groups()
-        change = f"{values[-1][1] - values[0][1]:+.3f}" if len(values) > 1 else ""
-        rows.append((source, f"{variable}/{metric}", f"{values[-1][1]:.3f}", change))
-    header = ("source", "metric", "value", "change since start")
-    return f"validation at step {history[-1]['step']}\n{format_table(header, rows)}"
-
-
-def _shorten(text: str, width: int = 60) -> str:
-    """The text on one line, its middle left out when it is longer than `width`."""
-    text = repr(text)[1:-1]
-    return text if len(text) <= width else f"{text[: width // 2 - 2]} ... {text[-(width // 2 - 3) :]}"
-
-
-def plot_learning_curve(history: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws validation scores per source (top) and the training reward (bottom) by step, from metrics.jsonl's rows."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
-    with pyplot.rc_context({**style, "grid.alpha": 0.25, "legend.frameon": False}):
-        figure, (top, bottom) = pyplot.subplots(2, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="tight")
-        for name, values in _validation_values(history).items():
-            source, variable, metric = VALIDATION_NAME.fullmatch(name).groups()
-            label = f"{source}: {variable}/{metric}  {values[0][1]:.3f} to {values[-1][1]:.3f}"
-            top.plot(*zip(*values, strict=True), marker="o", markersize=5, linewidth=2, label=label)
-        rewards = [(row["step"], row["critic/score/mean"]) for row in history if "critic/score/mean" in row]
-        if rewards:
-            steps, values = zip(*rewards, strict=True)
-            window = max(2, len(values) // 20)
-            means = [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
-            bottom.plot(steps, values, color="tab:gray", alpha=0.35, linewidth=1, label="each step")
-            bottom.plot(steps, means, color="tab:green", linewidth=2, label=f"mean of the last {window} steps")
-        top.set(title="Learning curve", ylabel="validation")
-        bottom.set(xlabel="step", ylabel="training reward")
-        for axes in (top, bottom):
-            if axes.lines:
-                axes.legend(loc="best")
-        figure.savefig(path, dpi=120)
-        pyplot.close(figure)
-
-
-# ---- Start-up ----
-
-
-class StartupTimer:
-    """Where the seconds went between the launch (of torchrun, where there is one) and the first training step."""
-
-    def __init__(self) -> None:
-        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-        age = _process_age_s(launcher)
-        self._launched = time.monotonic() - age
-        self._phases = [("launch and imports", age)]
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measures its body as one row of the table. Phases do not nest."""
-        start = time.monotonic()
-        yield
-        self._phases.append((name, time.monotonic() - start))
-
-    def table(self) -> str:
-        """The phases and their seconds, ending in `launch -> first step: X s`. Call it when the first step begins."""
-        total = time.monotonic() - self._launched
-        phases = [*self._phases, ("other", total - sum(seconds for _, seconds in self._phases))]
-        rows = [(name, f"{seconds:.1f}") for name, seconds in phases]
-        return f"{format_table(('start-up', 'seconds'), rows)}\n  launch -> first step: {total:.1f} s"
-
-
-def _process_age_s(pid: int) -> float:
-    """Seconds since the process started, from the 22nd field of its stat file (clock ticks after boot)."""
-    started = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return max(0.0, float(Path("/proc/uptime").read_text().split()[0]) - started)
 
 
 def _flush() -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from lib.console import StartupTimer, format_table, plot_learning_curve
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.tracking import Run, StartupTimer, TrackingConfig, format_table, plot_learning_curve, read_metrics
+from lib.tracking import Run, TrackingConfig, read_metrics
 
 ROOT = Path(__file__).parent.parent
 HEADER = """

@@ -62,7 +62,7 @@ def main(path, out, checkpointing=False):
             backward(policy, mini_batch, world, 60)
         if step == 1 and world.rank == world.size - 1:  # one rank's gradient breaks: all ranks skip the step
             next(policy.parameters()).grad.to_local()[0] = float("nan")
-        before = dict(iter_full_tensors(policy, torch.float32))
+        before = {name: full.clone() for name, full in iter_full_tensors(policy, torch.float32)}
         norm, taken = optimizer_step(policy, optimizer, clip_grad=optim.clip_grad)
         same = all(torch.equal(before[name], full) for name, full in iter_full_tensors(policy, torch.float32))
         result["norms"].append((norm, taken, same))

@@ -1,0 +1,118 @@
+"""Under torchrun: one real engine, all that a test wants to know of it, as JSON from rank 0.
+
+torchrun --nproc_per_node=N -m tests.rollout_worker MODEL OUT TP_SIZE
+"""
+
+import json
+import random
+import sys
+
+import numpy
+import torch
+
+from lib.batching import make_batch
+from lib.dist import SINGLE, init_distributed, shutdown_distributed
+from lib.errors import WeightSyncError
+from lib.forward import forward_policy
+from lib.fsdp import FSDPConfig, load_policy
+from lib.model import ModelConfig
+from lib.optim import OptimConfig, build_optimizer, optimizer_step
+from lib.rollout import RolloutConfig, RolloutEngine, Sampling
+from lib.types import Sample, Score
+from lib.weight_sync import names_to_check, sync_weights, verify_weights
+
+TEMPERATURE = 0.7
+SAMPLES = [
+    Sample(uid=uid, prompt_ids=[1 + uid % 50, 7, 9, 3 + uid % 11][: 2 + uid % 3], data_source="", ground_truth="",
+           extra_info={})
+    for uid in range(10)
+]  # fmt: skip
+
+
+def host_state():
+    return (
+        random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist(),
+        torch.get_num_threads(), torch.get_float32_matmul_precision(), str(torch.get_default_dtype()),
+        torch.set_num_threads.__name__,
+    )  # fmt: skip
+
+
+def stops(action):
+    try:
+        action()
+    except WeightSyncError as error:
+        return str(error)
+    return None
+
+
+def generate(engine, samples, world, *, stream="train", **sampling):
+    sampling = Sampling(**{"n": 3, "max_response_len": 12, "temperature": TEMPERATURE, "log_probs": True, **sampling})
+    groups = list(engine.generate(engine.share(samples), sampling, stream=stream))
+    gathered = world.gather([r for group in groups for r in group] if engine.is_leader else [])
+    return sorted((r for of_rank in gathered for r in of_rank), key=lambda r: (r.sample.uid, r.index))
+
+
+def summary(rollouts):
+    return [(r.sample.uid, r.index, r.response_ids, r.finish_reason) for r in rollouts]
+
+
+def main(path, out, tp_size):
+    world = init_distributed()
+    random.seed(3)
+    numpy.random.seed(3)
+    torch.manual_seed(3)
+    torch.set_float32_matmul_precision("high")
+    before, found = host_state(), {}
+    cfg = RolloutConfig(
+        tensor_model_parallel_size=int(tp_size), max_response_len=12, max_num_seqs=16, max_num_batched_tokens=2048
+    )
+    engine = RolloutEngine(
+        cfg, path, dtype="float32", max_prompt_len=8, stop_token_ids=[11, 17, 23, 29, 31], world=world, seed=5
+    )
+    found["host restored after building"] = host_state() == before
+    engine.sleep()
+    policy = load_policy(ModelConfig(dtype="float32"), path, FSDPConfig(), world)
+    found["stale before the first sync"] = stops(lambda: verify_weights(policy, engine, world))
+    sync_weights(policy, engine)
+    found["num tensors"] = verify_weights(policy, engine, world)
+
+    torch.manual_seed(4)
+    before = host_state()
+    rollouts = generate(engine, SAMPLES, world)
+    found["host restored after sampling"] = host_state() == before
+    found["rollouts"] = summary(rollouts)
+    found["log_probs"] = [r.rollout_log_probs for r in rollouts]
+    found["other order"] = summary(generate(engine, SAMPLES[::-1], world))
+    found["alone"] = summary(generate(engine, SAMPLES[4:5] * engine.num_replicas, world)[:: engine.num_replicas])
+    found["validation stream"] = summary(generate(engine, SAMPLES, world, stream="validation"))
+    found["greedy"] = summary(generate(engine, SAMPLES, world, temperature=0.0, n=1, log_probs=False))
+
+    # The trainer's log-probs of the very tokens, every rank over all of them.
+    scored = [type(r)(**{**vars(r), "score": Score(score=0.0)}) for r in rollouts]
+    batch = make_batch(scored, SINGLE, mini_batch_size=len(scored))
+    log_probs, _ = forward_policy(policy, batch, temperature=TEMPERATURE)
+    difference = (log_probs - batch.rollout_log_probs).abs()[batch.response_mask]
+    found["log-prob difference"] = float(difference.max())
+
+    # Weights one step old, at a learning rate whose changes hide in any log-prob.
+    optimizer, _ = build_optimizer(policy, OptimConfig(lr=1e-6), num_steps=1)
+    log_probs.sum().backward()
+    optimizer_step(policy, optimizer, clip_grad=1.0)
+    names = names_to_check(engine, seed=0, step=1)
+    found["names"] = names
+    found["one step stale"] = stops(lambda: verify_weights(policy, engine, world, names=names))
+    sync_weights(policy, engine)
+    found["after another sync"] = stops(lambda: verify_weights(policy, engine, world))
+
+    # One layer left unsynced: as if the loader had skipped it.
+    with torch.no_grad():
+        engine.parameters()["model.layers.1.mlp.down_proj.weight"].zero_()
+    found["one layer unsynced"] = stops(lambda: verify_weights(policy, engine, world))
+    if world.rank == 0:
+        with open(out, "w") as file:
+            json.dump(found, file)
+    shutdown_distributed()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,71 @@
+"""The direction of dependencies: recipes -> scripts -> lib, and inside lib only upwards in this list."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ORDER = [
+    *("errors", "verl_keys", "config", "dist", "types", "ops", "advantages", "losses", "kl", "batching"),
+    *("weight_files", "model_files", "schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
+    *("attention", "model", "fsdp", "forward", "optim", "console", "tracking", "rollout", "weight_sync", "evaluate"),
+]
+"""A lib module imports only modules named before it."""
+HEAVY = {"vllm": {"rollout"}, "wandb": {"tracking"}, "peft": set(), "math_verify": {"rewards"}}
+"""Package -> the only lib modules that may import it, and only inside functions."""
+LIB = sorted((ROOT / "lib").rglob("[!_]*.py"))
+
+
+def imported(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """The modules that a file imports, inside functions too unless told otherwise."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT / "lib").parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", LIB, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_lib_module_imports_only_modules_before_it(path):
+    name = name_of(path)
+    assert name in ORDER, f"{path.name} has no place: add it to ORDER"
+    for module in imported(path):
+        top, *rest = module.split(".")
+        assert top not in ("recipes", "tests") and not top.startswith("train_"), f"{path.name} imports {module}"
+        if top == "lib":
+            assert rest[0] in ORDER[: ORDER.index(name)] or rest[0] == name == "rewards", f"{name} imports {module}"
+        if top in HEAVY:
+            assert name in HEAVY[top], f"{name} imports {module}"
+
+
+def test_every_module_in_the_order_exists():
+    assert set(ORDER) == {name_of(path) for path in LIB}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("[!_]*.py")), ids=lambda p: p.name)
+def test_recipes_do_not_import_recipes(path):
+    assert not any(module.startswith("recipes") for module in imported(path))
+
+
+def test_the_script_starts_without_heavy_packages():
+    heavy = ["transformers", "vllm", "pyarrow", "matplotlib", "tensorboard", "peft", "math_verify", "wandb"]
+    code = f"import sys, train_grpo; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_a_library_file_stays_readable():
+    """500 lines is the alarm at which a file is split by subject."""
+    long = {str(path.relative_to(ROOT)): n for path in LIB if (n := len(path.read_text().splitlines())) > 500}
+    assert not long
