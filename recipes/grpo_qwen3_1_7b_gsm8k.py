@@ -1,0 +1,35 @@
+"""GRPO on GSM8K with Qwen3-1.7B (DeepSeekMath, https://arxiv.org/abs/2402.03300). 1 to 8 GPUs with 80 GB or more.
+
+    python -m recipes.prepare_gsm8k --out data/gsm8k
+    torchrun --nproc_per_node=8 -m recipes.grpo_qwen3_1_7b_gsm8k
+    torchrun --nproc_per_node=1 -m recipes.grpo_qwen3_1_7b_gsm8k --model.path DIR --num-steps 5      # try it
+
+The accuracy has not been measured yet: no score is claimed.
+"""
+
+from lib.config import parse_cli
+from lib.data import DataConfig
+from lib.model import ModelConfig
+from lib.optim import OptimConfig
+from lib.rollout import RolloutConfig
+from train_grpo import GRPOConfig, main
+
+config = GRPOConfig(
+    model=ModelConfig(path="Qwen/Qwen3-1.7B"),
+    data=DataConfig(
+        train_files=("data/gsm8k/train.parquet",),
+        val_files=("data/gsm8k/test.parquet",),
+        max_prompt_len=512,
+        filter_overlong_prompts=True,
+        chat_template_kwargs={"enable_thinking": False},
+    ),
+    rollout=RolloutConfig(n=8, max_response_len=1024),
+    prompts_per_step=128,
+    mini_batch_size=1024,
+    optim=OptimConfig(lr=1e-6, warmup_steps=5),
+    total_epochs=5,
+    run_dir="runs/grpo_qwen3_1_7b_gsm8k",
+)
+
+if __name__ == "__main__":
+    main(parse_cli(config))
