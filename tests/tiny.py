@@ -54,3 +54,38 @@ def make_rollouts(*, num_groups: int = 4, n: int = 3, seed: int = 0, max_len: in
                 )
             )
     return rollouts
+
+
+def make_tokenizer(path: Path) -> None:
+    """Saves a byte-level tokenizer with a chat template beside the model; its ids fit the model's vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCAB_SIZE - 2]
+    vocabulary = {token: i for i, token in enumerate(["<|end|>", "<|pad|>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", chat_template=template
+    ).save_pretrained(path)
+
+
+def make_questions(path: Path, *, count: int, start: int) -> None:
+    """A parquet file in verl's schema: "what is N", with the answer N."""
+    from lib.parquet import write_rows
+
+    write_rows(
+        path,
+        [
+            {
+                "prompt": [{"role": "user", "content": f"what is {number}"}],
+                "data_source": "test",
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": str(number)},
+                "extra_info": {"split": "train" if start == 0 else "val", "index": number},
+            }
+            for number in range(start, start + count)
+        ],
+    )

@@ -1,0 +1,121 @@
+"""The whole command with real engines, workers and files: `train_grpo.py` under torchrun and as plain python."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from lib.tracking import read_metrics
+from tests.ranks import ROOT, torchrun
+from tests.tiny import make_model, make_questions, make_tokenizer
+
+NUM_STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with a model, its tokenizer, training and validation questions, and a reward for random weights."""
+    folder = tmp_path_factory.mktemp("end_to_end")
+    make_model(folder / "model")
+    make_tokenizer(folder / "model")
+    make_questions(folder / "train.parquet", count=40, start=0)
+    make_questions(folder / "val.parquet", count=7, start=100)
+    (folder / "broken.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if extra_info['split'] == 'train' and solution_str not in ('', 'The answer is 0.'):\n"
+        "        raise KeyError('no such column')\n"
+        "    return 0.0\n"
+    )
+    return folder
+
+
+def options(folder, run, *more):
+    return (
+        "train_grpo.py", "--model.path", str(folder / "model"), "--data.train-files", str(folder / "train.parquet"),
+        "--data.val-files", str(folder / "val.parquet"), "--data.max-prompt-len", "24", "--rollout.max-response-len",
+        "12", "--rollout.n", "4", "--rollout.max-num-seqs", "32", "--prompts-per-step", "4", "--mini-batch-size", "8",
+        "--max-tokens-per-gpu", "80", "--num-steps", str(NUM_STEPS), "--eval.every", "2", "--optim.lr", "1e-3",
+        "--kl-loss-coef", "0.01", "--entropy-coef", "0.001", "--reward.path", "recipes/hash_reward.py",
+        "--reward.num-workers", "1", "--run-dir", str(folder / run), *more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_ranks(files):
+    return torchrun(2, *options(files, "two"), "--seed", "7"), files / "two"
+
+
+@pytest.fixture(scope="module")
+def one_process(files):
+    command = [sys.executable, *options(files, "one"), "--seed", "7"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300), files / "one"
+
+
+def test_run_folder_holds_everything_that_the_readme_names(two_ranks):
+    done, run = two_ranks
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    names = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    assert {"config.json", "metrics.jsonl", "learning_curve.png", "status.json", "logs/rank_0.log", "logs/rank_1.log",
+            "samples/step_0.jsonl", "samples/step_2.jsonl", "samples/step_3.jsonl"} <= names  # fmt: skip
+    assert any(name.startswith("tensorboard/") for name in names)
+    status = json.loads((run / "status.json").read_text())
+    assert status == {"state": "finished", "step": NUM_STEPS, "resumable": False, "error": None}
+    assert json.loads((run / "config.json").read_text())["rollout"]["n"] == 4
+    rows = [json.loads(line) for line in (run / "samples/step_3.jsonl").read_text().splitlines()]
+    assert len(rows) == 7 and all(row["score"] is not None and row["prompt"] for row in rows)
+
+
+def test_every_step_trains_on_rollouts_of_the_current_policy(two_ranks):
+    rows = read_metrics(two_ranks[1])
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert {"val-core/test/reward/mean@1"} <= set(rows[0]) & set(rows[2]) & set(rows[3])
+    for row in rows[1:]:
+        assert row["training/rollout_log_probs_diff/max"] < 1e-4
+        assert row["actor/grad_norm"] > 0 and math.isfinite(row["actor/loss"])
+        assert row["reward/constant_group_ratio"] < 1 and row["reward/num_excluded"] == 0
+        assert row["actor/lr"] == 1e-3 and row["actor/skipped_updates"] == 0
+    assert rows[1]["actor/kl_loss"] != rows[3]["actor/kl_loss"] > 0  # the policy has left the reference
+
+
+def test_the_terminal_shows_the_run_and_not_the_libraries(two_ranks):
+    done, run = two_ranks
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("step 3/3 | reward") for line in lines)
+    assert any("launch -> first step" in line for line in lines)
+    assert any("all 18 tensors are equal bit for bit" in line for line in lines)
+    for noise in ("INFO", "WARNING", "Warning", "Traceback", "nanobind"):
+        assert noise not in done.stdout + done.stderr, done.stdout + done.stderr
+    assert "INFO" in (run / "logs/rank_1.log").read_text()  # it went there
+
+
+def test_one_process_and_two_ranks_are_the_same_run(two_ranks, one_process):
+    done, run = one_process
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    one, two = read_metrics(run), read_metrics(two_ranks[1])
+    first = ("critic/score/mean", "response_length/mean", "prompt_length/mean", "reward/constant_group_ratio")
+    assert [one[1][name] for name in first] == [two[1][name] for name in first]  # the same responses, exactly
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/kl_loss", "critic/advantages/max"):
+        assert one[1][name] == pytest.approx(two[1][name], rel=1e-3, abs=1e-6), name
+    same = [(run / "samples/step_0.jsonl").read_text() for run in (run, two_ranks[1])]
+    assert same[0] == same[1]
+
+
+def test_a_disagreement_between_engine_and_trainer_stops_every_rank(files):
+    done = torchrun(2, *options(files, "mismatch", "--rollout.max-log-probs-diff", "1e-12", "--eval.every", "0"))
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert done.returncode == 1 and len(lines) == 1, done.stderr
+    assert lines[0].startswith("error[1] engine and trainer disagree about the sampled tokens")
+    assert done.stderr.count("exitcode  : 1") == 2 and "lib/config.py" not in done.stderr
+    status = json.loads((files / "mismatch" / "status.json").read_text())
+    assert status["state"] == "failed" and status["error"] == lines[0]
+
+
+def test_reward_code_that_fails_in_training_stops_with_its_text(files):
+    words = options(files, "broken", "--eval.before-train", "False", "--reward.path", str(files / "broken.py"))
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 4, done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error[4]")]
+    assert len(lines) == 1 and "KeyError" in lines[0] and "no such column" in lines[0]
+    assert json.loads((files / "broken" / "status.json").read_text())["state"] == "failed"
