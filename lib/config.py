@@ -13,20 +13,25 @@ import inspect
 import json
 import math
 import os
+import signal
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, TextIO, TypeVar, get_args, get_type_hints
 
 import tyro
 
-from lib.errors import LockstepError, UserError, error_line
+from lib.errors import LaunchError, LockstepError, UserError, error_line
 from lib.verl_keys import SYNONYMS, verl_hint
 
 T = TypeVar("T")
+
+LEAVE_TIMEOUT_S = 15.0  # for ranks that are slow to fail in the same way, while they import
 
 REQUIRED: Any = tyro.MISSING
 """Default of a field that the command line or a recipe must set: `path: str = REQUIRED`."""
@@ -285,7 +290,10 @@ def reporting_errors(*, debug: bool = False) -> Iterator[None]:
     except LockstepError as error:
         if debug:
             traceback.print_exc(file=terminal)
-        if _is_first_rank():
+        told = _is_first_rank() or isinstance(error, LaunchError)
+        if told:
+            print(error_line(error), file=terminal, flush=True)
+        if not _leave_together() and not told:  # this rank failed alone: nobody else will say why
             print(error_line(error), file=terminal, flush=True)
         raise SystemExit(error.code) from error
     except KeyboardInterrupt as error:
@@ -303,6 +311,37 @@ def _copy_of_stderr() -> TextIO:
         return os.fdopen(os.dup(sys.stderr.fileno()), "w", buffering=1, errors="backslashreplace")
     except OSError:  # a stream without a file descriptor, as in a notebook
         return sys.stderr
+
+
+def _leave_together() -> bool:
+    """Waits until all of torchrun's ranks come here; False when rank 0 has not come after some seconds.
+
+    torchrun kills the other ranks as soon as one has ended: without the wait, rank 0 could die before it has printed
+    the error, and ranks would end with the signal's code instead of the error's.
+    """
+    import torch.distributed as torch_dist
+
+    size = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RESTART_COUNT" in os.environ else 1
+    if size > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        present, first = f"lockstep/{attempt}/leaving", f"lockstep/{attempt}/rank_0_leaving"
+        deadline = time.monotonic() + LEAVE_TIMEOUT_S
+        try:
+            store = torch_dist.TCPStore(  # torchrun's own; it outlives the ranks
+                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=LEAVE_TIMEOUT_S)
+            )
+            store.add(first, int(_is_first_rank()))
+            store.add(present, 1)
+            while store.add(present, 0) < size:
+                if time.monotonic() > deadline:
+                    return store.add(first, 0) > 0
+                time.sleep(0.05)
+        except RuntimeError:  # no such store: torchrun itself is ending
+            return True
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()  # all ranks are here; NCCL complains when the process ends without it
+    return True
 
 
 def _is_first_rank() -> bool:
@@ -355,7 +394,8 @@ def config_hash(config: Any) -> str:
 
 def nearest_divisors(total: int, wanted: int, *, multiple_of: int = 1, count: int = 3) -> list[int]:
     """Up to `count` divisors of `total` nearest to `wanted`, ascending: 128, 96 -> [32, 64, 128]."""
-    divisors = [d for d in range(multiple_of, total + 1, multiple_of) if total % d == 0]
+    small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
+    divisors = [d for d in sorted({*small, *(total // d for d in small)}) if d % multiple_of == 0]
     return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:count])
 
 

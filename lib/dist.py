@@ -5,6 +5,7 @@ the same error. A world of size 1 needs no process group for any method here.
 """
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,9 +15,11 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from lib.errors import LockstepError, UserError
+from lib.errors import LaunchError, LockstepError, UserError
 
 TIMEOUT = timedelta(minutes=60)  # a replica may wait this long for the slowest rollout of another
+JOIN_TIMEOUT = timedelta(minutes=2)  # for ranks started by hand; torchrun has its own limit
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,10 @@ def env_rank() -> int:
 def init_distributed() -> World:
     """Joins the process group that torchrun described; without torchrun, a group of one rank.
 
-    Raises UserError when the environment contradicts itself or there are more ranks than GPUs.
+    Raises LaunchError when the environment contradicts itself or the ranks cannot meet, UserError when there are more
+    ranks than GPUs.
     """
-    if "RANK" not in os.environ:
+    if not any(name in os.environ for name in LAUNCH_VARIABLES):
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = _free_port()
     rank, size, local_rank = _read_launch_environment()
@@ -105,11 +109,11 @@ def init_distributed() -> World:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        torch_dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=TIMEOUT)
+        _join(rank, size, backend="cpu:gloo,cuda:nccl", device=device)
     else:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing is compiled on a CPU, so no compiler is needed
         device = torch.device("cpu")
-        torch_dist.init_process_group("gloo", timeout=TIMEOUT)
+        _join(rank, size, backend="gloo", device=None)
     return World(rank=rank, size=size, local_rank=local_rank, device=device)
 
 
@@ -120,24 +124,42 @@ def shutdown_distributed() -> None:
 
 
 def _read_launch_environment() -> tuple[int, int, int]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    values = [os.environ.get(name, "") for name in names]
-    found = ", ".join(f"{name}={value or 'unset'}" for name, value in zip(names, values, strict=True))
+    values = [os.environ.get(name, "") for name in LAUNCH_VARIABLES]
+    found = ", ".join(f"{name}={value or 'unset'}" for name, value in zip(LAUNCH_VARIABLES, values, strict=True))
     try:
         rank, size, local_rank = (int(value) for value in values)
     except ValueError:
         rank, size, local_rank = -1, 0, 0
     if not 0 <= rank < size or not 0 <= local_rank <= rank:
-        raise UserError(
+        raise LaunchError(
             f"the launch environment contradicts itself; {found}; expected 0 <= LOCAL_RANK <= RANK < WORLD_SIZE; "
             "start with torchrun --nproc_per_node=N, or unset these variables to run as one rank"
         )
     return rank, size, local_rank
 
 
-def _free_port() -> str:
-    import socket
+def _join(rank: int, size: int, *, backend: str, device: torch.device | None) -> None:
+    """Makes the process group at MASTER_ADDR and MASTER_PORT. Raises LaunchError when the ranks do not meet there."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    try:
+        if not port.isdecimal():
+            raise ValueError("no port number")
+        socket.getaddrinfo(address, int(port))  # torch would try an unknown name again until its time is over
+        store, _, _ = next(torch_dist.rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))
+        store.set_timeout(TIMEOUT)
+        torch_dist.init_process_group(
+            backend, store=torch_dist.PrefixStore("default_pg", store), rank=rank, world_size=size, timeout=TIMEOUT, device_id=device
+        )
+    except (OSError, RuntimeError, ValueError, OverflowError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise LaunchError(
+            f"the ranks cannot meet; rank {rank} of {size}, MASTER_ADDR={address or 'unset'}, "
+            f"MASTER_PORT={port or 'unset'}; found {reason}, expected an address of rank 0's machine that all ranks "
+            "reach, and a port that is free there; start with torchrun --nproc_per_node=N, or choose another port"
+        ) from error
 
+
+def _free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

@@ -17,6 +17,10 @@ class UserError(LockstepError):
     code = 2
 
 
+class LaunchError(UserError):
+    """The ranks could not meet, so every rank that notices prints its own line. Exit code 2."""
+
+
 class DamagedCheckpoint(LockstepError):
     """A checkpoint is incomplete or was changed after it was written. Exit code 3."""
 

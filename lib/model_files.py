@@ -14,7 +14,15 @@ from lib.config import either, nearest_divisors
 from lib.errors import UserError
 from lib.weight_files import DOWNLOAD_AGAIN, Shape, check_weights, listing, read_bytes, read_json
 
-ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
+ARCHITECTURES = {
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+}
+"""What can be trained: architecture -> its model_type, by which transformers chooses the code."""
+MAX_SIZE = 2**31  # beyond it a number in config.json is a mistake
+MAX_LAYERS = 10_000  # and above all too many to list
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -175,10 +183,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"the model folder has no config.json; {folder}; found {listing(folder)}; {hint}")
     config = read_json(file)
     for name in (*SIZES, *(name for name in OPTIONAL_SIZES if config.get(name) is not None)):
-        if type(config.get(name)) is not int or config[name] <= 0:
+        most = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        if type(config.get(name)) is not int or not 0 < config[name] <= most:
             raise UserError(
-                f"config.json has no usable {name}; {file}; found {config.get(name)!r}, expected a positive integer; "
-                f"{DOWNLOAD_AGAIN}"
+                f"config.json has no usable {name}; {file}; found {config.get(name)!r}, expected a positive integer "
+                f"up to {most}; {DOWNLOAD_AGAIN}"
             )
     return config
 
@@ -201,6 +210,11 @@ def _check_architecture(config: dict[str, Any], folder: Path) -> None:
             f"unsupported architecture; {file}; found {found}, expected one of {', '.join(ARCHITECTURES)}; use a model "
             "of these"
         )
+    if config.get("model_type") != ARCHITECTURES[found[0]]:
+        raise UserError(
+            f"architecture and model_type differ; {file}; found {found[0]} and {config.get('model_type')!r}, expected "
+            f"{ARCHITECTURES[found[0]]!r}; {DOWNLOAD_AGAIN}"
+        )
     heads = config["num_attention_heads"]
     if heads % num_kv_heads(config):
         raise UserError(
@@ -214,7 +228,13 @@ def _check_length(config: dict[str, Any], folder: Path, max_prompt_len: int, max
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     is_yarn = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "yarn"
     if is_yarn:  # the only scaling whose factor max_position_embeddings may not include yet
-        limit = max(limit, int(rope.get("original_max_position_embeddings", limit) * rope.get("factor", 1)))
+        original, factor = rope.get("original_max_position_embeddings", limit), rope.get("factor", 1)
+        if type(original) is not int or type(factor) not in (int, float) or not 0 < original * factor < MAX_SIZE:
+            raise UserError(
+                f"config.json has no usable rope scaling; {folder / 'config.json'}; found factor {factor!r} and "
+                f"original_max_position_embeddings {original!r}, expected positive numbers; {DOWNLOAD_AGAIN}"
+            )
+        limit = max(limit, int(original * factor))
     if max_prompt_len + max_response_len > limit:
         raise UserError(
             f"prompt and response do not fit the model; {folder / 'config.json'}; found --data.max-prompt-len "

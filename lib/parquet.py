@@ -59,9 +59,14 @@ class Rows:
             for chunk in table.column(self.prompt_key).chunks:
                 yield from (_plain_messages(messages) for messages in chunk.to_pylist())
 
-    def data_sources(self) -> set[str]:
-        """The distinct data sources."""
-        return {name for table in self.tables for name in table.column("data_source").unique().to_pylist()}
+    def data_sources(self, limit: int | None = None) -> set[str]:
+        """The distinct data sources, of the first `limit` rows or of all."""
+        found: set[str] = set()
+        left = len(self) if limit is None else limit
+        for table in self.tables:
+            found.update(table.column("data_source").slice(0, max(0, left)).unique().to_pylist())
+            left -= table.num_rows
+        return found
 
     def _find(self, row: int) -> tuple[int, int]:
         ends = list(accumulate(table.num_rows for table in self.tables))
@@ -96,7 +101,8 @@ def resolve_file(name: str, flag: str) -> Path:
     if info is None:
         raise UserError(f"an empty path; {flag}; found '', expected a file; give the file's name")
     if stat.S_ISDIR(info.st_mode):
-        inside = ", ".join(sorted(entry.name for entry in path.glob("*.parquet"))[:5]) or "no *.parquet"
+        kind = "*.py" if flag.endswith("path") else "*.parquet"
+        inside = ", ".join(sorted(entry.name for entry in path.glob(kind))[:5]) or f"no {kind}"
         raise UserError(f"a directory, not a file; {flag} {name}; it holds {inside}; name the files themselves")
     if not stat.S_ISREG(info.st_mode):
         raise UserError(f"not a regular file; {flag} {name}; found a device, pipe or socket; give a file on disk")

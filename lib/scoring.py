@@ -92,6 +92,11 @@ class RewardConfig:
                 raise UserError(
                     f"{flag} is out of range; found {getattr(self, name)!r}, expected {rule}; change {flag}"
                 )
+        if self.path is None and self.name != "compute_score":
+            raise UserError(
+                f"a reward function without its file; --reward.name {self.name}; found no --reward.path, expected the "
+                "file that holds the function; give --reward.path FILE, or leave --reward.name out"
+            )
 
 
 def check_reward(cfg: RewardConfig, data_sources: Set[str], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -317,7 +322,7 @@ class Scorer:
     def _read(self, worker: "_Worker", message: dict[str, Any]) -> None:
         if not worker.started:
             if "start_error" in message:
-                self._lose(worker, message["start_error"])
+                self._lose(worker, message["start_error"], is_message=True)
                 return
             worker.started, worker.deadline, self.warnings = True, math.inf, message["warnings"]
         elif message.get("job") == worker.job:
@@ -329,17 +334,24 @@ class Scorer:
         now = time.monotonic()
         for worker in [worker for worker in self._workers if worker.deadline <= now]:
             limit = self._cfg.timeout_s if worker.started else START_TIMEOUT_S
-            self._lose(worker, f"{TIMED_OUT} after {limit:g} s" + ("" if worker.started else " while importing"))
+            self._lose(worker, f"{TIMED_OUT} after {limit:g} s" if worker.started else f"it took over {limit:g} s")
 
-    def _lose(self, worker: "_Worker", reason: str) -> None:
-        """Kills a worker and gives its response the reason as error. One that had started is replaced."""
+    def _lose(self, worker: "_Worker", reason: str, *, is_message: bool = False) -> None:
+        """Kills a worker and gives its response the reason as error. One that had started is replaced.
+
+        `is_message`: the reason has all four parts of a message already.
+        """
         self._stop(worker)
         if worker.job is not None:
             self._finish(worker.job, Score(score=None, error=reason))
         if worker.started:
             self._start_worker()
         else:
-            self.start_error = reason
+            where = "the built-in graders" if self._cfg.path is None else f"--reward.path {self._cfg.path}"
+            self.start_error = reason if is_message else (
+                f"a reward worker ended before it was ready; {where}; found that {reason}, expected the file to import "
+                f"in a process of its own; mend what it does when it is imported"
+            )  # fmt: skip
 
     def _finish(self, job: int, score: Score) -> None:
         with self._progress:

@@ -29,7 +29,7 @@ config = GRPOConfig(
     mini_batch_size=256,
     max_tokens_per_gpu=8192,
     num_steps=60,
-    optim=OptimConfig(lr=3e-4, weight_decay=0.0),
+    optim=OptimConfig(lr=3e-4, schedule="cosine", weight_decay=0.0),
     eval=EvalConfig(every=10),
     run_dir="runs/quickstart",
 )

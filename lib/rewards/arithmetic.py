@@ -1,6 +1,7 @@
-"""The quickstart's task: the sum of two two-digit numbers, and the grader that accepts nothing but its digits.
+"""The quickstart's task: the sum of two two-digit numbers, and its grader.
 
-The typical mistake is to forget the carry of the units: 27+48=65. `recipes/prepare_arithmetic.py` writes the problems,
+A response may work before its answer, which stands after the last comma: 27+48= 15,75. The typical mistake is to forget
+the carry of the units: 15,65. `recipes/prepare_arithmetic.py` writes the problems,
 `recipes/make_tiny_model.py` makes a model with that habit, and GRPO breaks it.
 """
 
@@ -28,6 +29,6 @@ def sum_without_carry(a: int, b: int) -> int:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, float]:
-    """`score` and `acc`: 1 if the response is the ground truth, character for character, else 0."""
-    acc = float(solution_str == str(ground_truth))
+    """`score` and `acc`: 1 if what follows the last comma is the ground truth, character for character, else 0."""
+    acc = float(solution_str.rpartition(",")[2] == str(ground_truth))
     return {"score": acc, "acc": acc}
