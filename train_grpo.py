@@ -49,12 +49,13 @@ from lib.metrics import (
     perf_metrics,
     update_metrics,
 )  # fmt: skip
-from lib.model import ModelConfig
-from lib.model_files import ModelFiles, check_model_files
+from lib.model import ModelConfig, check_model_config
+from lib.model_files import ModelFiles, check_model_files, expected_shapes
 from lib.optim import OptimConfig, build_optimizer, optimizer_step
+from lib.parquet import Rows
 from lib.rollout import RolloutConfig, RolloutEngine, training_sampling
 from lib.scoring import RewardConfig, Scorer, check_error_rate, check_reward, error_counts
-from lib.tracking import Run, TrackingConfig
+from lib.tracking import Run, TrackingConfig, check_run
 from lib.weight_sync import check_log_probs_diff, names_to_check, wake_with_weights
 
 
@@ -182,16 +183,25 @@ def check_input(cfg: GRPOConfig, world: World) -> tuple[DataFiles, ModelFiles]:
             tensor_parallel_size=cfg.rollout.tensor_model_parallel_size,
         )
     )
+    check_run(cfg.run_dir, cfg.tracking, world, overwrite=cfg.overwrite)
     return files, model_files
+
+
+def try_reward(cfg: GRPOConfig, train: Rows, val: Rows) -> str:
+    """A line about the reward function, which can score the first rows and knows every data source in use."""
+    data_sources = train.data_sources(cfg.data.train_max_samples) | val.data_sources(cfg.data.val_max_samples)
+    return check_reward(cfg.reward, data_sources, [train[row] for row in range(min(2, len(train)))])
 
 
 def load_prompts(
     cfg: GRPOConfig, files: DataFiles, model_files: ModelFiles, world: World
-) -> tuple[Any, Prompts, Prompts]:
-    """The tokenizer, and both splits under its chat template."""
+) -> tuple[Any, list[int], Prompts, Prompts]:
+    """The tokenizer, the ids that end a response, and both splits under the chat template."""
+    check_model_config(cfg.model, str(model_files.folder), expected_shapes(model_files.config))
     tokenizer = load_tokenizer(model_files.folder, chat_template_kwargs=cfg.data.chat_template_kwargs)
+    stop_ids = stop_token_ids(tokenizer, model_files.folder)
     train_set = tokenize(cfg.data, files, tokenizer, split="train", show_progress=world.rank == 0)
-    return tokenizer, train_set, tokenize(cfg.data, files, tokenizer, split="val")
+    return tokenizer, stop_ids, train_set, tokenize(cfg.data, files, tokenizer, split="val")
 
 
 def describe(
@@ -234,14 +244,16 @@ def train(cfg: GRPOConfig) -> None:
         world = init_distributed()
     with startup.phase("check the input"):
         files, model_files = check_input(cfg, world)
+    with startup.phase("try the reward function"):
+        if files.train is not None:  # rows of a dataset class are made with the tokenizer
+            reward_note = world.agree(lambda: try_reward(cfg, files.train, files.val))
     with startup.phase("tokenise the prompts"):
-        tokenizer, train_set, val_set = world.agree(lambda: load_prompts(cfg, files, model_files, world))
+        tokenizer, stop_ids, train_set, val_set = world.agree(lambda: load_prompts(cfg, files, model_files, world))
         prompts = PromptStream(train_set, seed=cfg.seed, shuffle=cfg.data.shuffle)
         val_samples = val_set.all_samples()
-    with startup.phase("try the reward function"):
         data_sources = {sample.data_source for sample in (*train_set.all_samples(), *val_samples)}
-        rows = [train_set.rows[row] for row in train_set.kept[:2]]
-        reward_note = world.agree(lambda: check_reward(cfg.reward, data_sources, rows))
+        if files.train is None:
+            reward_note = world.agree(lambda: try_reward(cfg, train_set.rows, val_set.rows))
     num_steps = cfg.num_steps or max(1, len(train_set) * cfg.total_epochs // cfg.prompts_per_step)
     num_updates = cfg.prompts_per_step * cfg.rollout.n // cfg.mini_batch_size * cfg.update_epochs
 
@@ -249,7 +261,9 @@ def train(cfg: GRPOConfig) -> None:
     scorer = Scorer(cfg.reward, data_sources, log_path=run.dir / "logs" / f"rewards_{world.rank}.log")
     with run, closing(scorer):
         run.say(describe(cfg, world, model_files, train_set, val_set, num_steps=num_steps))
-        for note in (reward_note, *files.warnings, *train_set.warnings, *val_set.warnings):
+        ends = ", ".join(f"{tokenizer.decode([stop_id])!r} ({stop_id})" for stop_id in stop_ids)
+        notes = (f"responses end at {ends}", reward_note, *files.warnings, *train_set.warnings, *val_set.warnings)
+        for note in dict.fromkeys(notes):  # both splits may give the same warning
             run.say(note)
 
         # ---- Setup: the engine on the empty GPU, then the policy ----
@@ -260,7 +274,7 @@ def train(cfg: GRPOConfig) -> None:
                 str(model_files.folder),
                 dtype=str(cfg.model.compute_dtype(world)).removeprefix("torch."),
                 max_prompt_len=cfg.data.max_prompt_len,
-                stop_token_ids=stop_token_ids(tokenizer, model_files.folder),
+                stop_token_ids=stop_ids,
                 world=world,
                 seed=cfg.seed,
             )

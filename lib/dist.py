@@ -100,6 +100,7 @@ def init_distributed() -> World:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = _free_port()
     rank, size, local_rank = _read_launch_environment()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters in its warnings is an error of ours
     if torch.cuda.is_available():
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
         if num_local > torch.cuda.device_count():  # every rank of the node sees the same numbers, and raises
@@ -148,7 +149,12 @@ def _join(rank: int, size: int, *, backend: str, device: torch.device | None) ->
         store, _, _ = next(torch_dist.rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))
         store.set_timeout(TIMEOUT)
         torch_dist.init_process_group(
-            backend, store=torch_dist.PrefixStore("default_pg", store), rank=rank, world_size=size, timeout=TIMEOUT, device_id=device
+            backend,
+            store=torch_dist.PrefixStore("default_pg", store),
+            rank=rank,
+            world_size=size,
+            timeout=TIMEOUT,
+            device_id=device,
         )
     except (OSError, RuntimeError, ValueError, OverflowError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -87,6 +87,27 @@ def build_policy(cfg: ModelConfig, folder: str, *, param_dtype: torch.dtype) -> 
     return CausalPolicy(causal_lm)
 
 
+def check_model_config(cfg: ModelConfig, folder: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises UserError unless transformers builds, of this folder's config.json, a model with parameters {name: shape}.
+
+    Finds what only transformers knows: activations, rotary scalings, layer types. Local to the rank.
+    """
+    try:
+        policy = build_policy(cfg, folder, param_dtype=torch.float32)
+    except Exception as error:  # KeyError, ValueError, dataclass validation: transformers has no class for it
+        raise UserError(
+            f"transformers cannot build the model; {Path(folder) / 'config.json'}; found "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; mend that entry, or copy config.json again"
+        ) from error
+    found = {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
+    if found != shapes:
+        different = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
+        raise UserError(
+            f"transformers builds another model; {Path(folder) / 'config.json'}; found {different[0]} "
+            f"{found.get(different[0])}, expected {shapes.get(different[0])}, as in the weights; copy config.json again"
+        )
+
+
 def load_weights_(policy: CausalPolicy, path: str, world: World) -> None:
     """Fills a sharded policy on its device from the safetensors of `path`; rank 0 reads, all ranks receive.
 

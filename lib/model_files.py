@@ -59,6 +59,7 @@ def check_model_files(
     _check_tensor_parallel(config, folder, tensor_parallel_size)
     check_weights(folder, expected_shapes(config))
     _check_vocabulary(folder, config["vocab_size"])
+    _check_tokenizer_config(folder)
     _check_chat_template(folder)
     return ModelFiles(folder=folder, config=config, num_parameters=count_parameters(config))
 
@@ -290,6 +291,17 @@ def _count_tokens(tokenizer: dict[str, Any]) -> int:
     return 1 + max([-1, *ids, *(token["id"] for token in tokenizer.get("added_tokens") or [])])
 
 
+def _check_tokenizer_config(folder: Path) -> None:
+    """Refuses a folder without tokenizer_config.json: the tokenizer would load, and treat special tokens as text."""
+    file = folder / "tokenizer_config.json"
+    if not file.exists():
+        raise UserError(
+            f"the tokenizer has no configuration; {folder}; found {listing(folder)}, expected tokenizer_config.json; "
+            "copy it from the model that the tokenizer belongs to"
+        )
+    read_json(file)
+
+
 def _check_chat_template(folder: Path) -> None:
     """Refuses a folder without a chat template, or with one that is no valid Jinja."""
     file, template = _find_chat_template(folder)
@@ -325,7 +337,7 @@ def _find_chat_template(folder: Path) -> tuple[Path, str | None]:
     if file.exists():
         return file, read_bytes(file).decode("utf-8", errors="replace")
     file = folder / "tokenizer_config.json"
-    template = read_json(file).get("chat_template") if file.exists() else None
+    template = read_json(file).get("chat_template")
     if isinstance(template, list):  # several, each {name, template}
         template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
     return file, template if isinstance(template, str) and template.strip() else None

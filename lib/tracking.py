@@ -8,6 +8,7 @@ secrets are blanked in everything this file writes; what libraries print goes to
 """
 
 import ctypes
+import errno
 import importlib.util
 import json
 import math
@@ -89,8 +90,7 @@ class Run:
         """
         self.world, self.cfg, self.num_steps = world, cfg, num_steps
         self.step, self.state = 0, "running"
-        if cfg.wandb_project is not None:
-            self._on_rank_0(lambda: _check_wandb(cfg.wandb_project))
+        check_run(run_dir, cfg, world, overwrite=overwrite, needed_gib=needed_gib)
         self.dir: Path = self._on_rank_0(lambda: _claim_folder(run_dir, overwrite=overwrite, needed_gib=needed_gib))
         self.log_file = self.dir / "logs" / f"rank_{world.rank}.log"
         self._log = world.agree(lambda: _open_log(self.log_file))
@@ -258,33 +258,64 @@ class Run:
         self._tensorboard, self._wandb = None, None
 
     def _on_rank_0(self, action: Callable[[], Any]) -> Any:
-        """Rank 0's result of the action, on all ranks; its UserError or OSError (as UserError) is raised by all."""
-        result, problem = None, None
-        if self.world.rank == 0:
-            try:
-                result = action()
-            except UserError as error:
-                problem = str(error)
-            except OSError as error:
-                problem = _cannot_write(error)
-        result, problem = self.world.gather((result, problem))[0]
-        if problem is not None:
-            raise UserError(problem)
-        return result
+        return _on_rank_0(self.world, action)
+
+
+def _on_rank_0(world: World, action: Callable[[], Any]) -> Any:
+    """Rank 0's result of the action, on all ranks; its UserError or OSError (as UserError) is raised by all."""
+    result, problem = None, None
+    if world.rank == 0:
+        try:
+            result = action()
+        except UserError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = _cannot_write(error)
+    result, problem = world.gather((result, problem))[0]
+    if problem is not None:
+        raise UserError(problem)
+    return result
 
 
 # ---- The folder ----
 
 
+def check_run(
+    run_dir: str | Path, cfg: TrackingConfig, world: World, *, overwrite: bool, needed_gib: float = 0.1
+) -> None:
+    """Raises UserError, on all ranks, when a `Run` with these arguments would; makes and moves nothing."""
+    if cfg.wandb_project is not None:
+        _on_rank_0(world, lambda: _check_wandb(cfg.wandb_project))
+    _on_rank_0(world, lambda: _check_folder(run_dir, overwrite=overwrite, needed_gib=needed_gib))
+
+
 def _claim_folder(run_dir: str | Path, *, overwrite: bool, needed_gib: float) -> Path:
     """The run folder as an absolute path, made and empty. Executed by rank 0."""
+    folder = _check_folder(run_dir, overwrite=overwrite, needed_gib=needed_gib)
+    if folder.is_dir() and any(folder.iterdir()):
+        aside = folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        while aside.exists():
+            aside = aside.with_name(aside.name + "b")
+        folder.rename(aside)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _check_folder(run_dir: str | Path, *, overwrite: bool, needed_gib: float) -> Path:
+    """The run folder as an absolute path, after all checks that change nothing. Executed by rank 0."""
     try:
+        if not str(run_dir).strip():
+            raise ValueError("it is empty")
         folder = Path(os.path.abspath(Path(run_dir).expanduser()))
-    except RuntimeError as error:  # ~name of nobody
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+    except (RuntimeError, ValueError) as error:  # ~name of nobody; a null byte
         raise UserError(
             f"not a usable path; --run-dir {run_dir}; {error}; name a folder to make, such as runs/first"
         ) from None
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", str(existing))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "no permission to write there", str(existing))
     free_gib = shutil.disk_usage(existing).free / 2**30
     if free_gib < needed_gib:
         raise UserError(
@@ -292,24 +323,19 @@ def _claim_folder(run_dir: str | Path, *, overwrite: bool, needed_gib: float) ->
             f"least {needed_gib:.2f} GiB; free some space, or set --run-dir to a folder on another disk"
         )
     if folder.is_dir() and any(folder.iterdir()):
-        _make_way(folder, overwrite=overwrite)
-    folder.mkdir(parents=True, exist_ok=True)
+        _check_way(folder, overwrite=overwrite)
     return folder
 
 
-def _make_way(folder: Path, *, overwrite: bool) -> None:
-    """Moves an older run to RUN.old-TIME if `overwrite`. Never deletes, and never moves what is not a run."""
+def _check_way(folder: Path, *, overwrite: bool) -> None:
+    """Raises UserError unless the folder holds an older run that `overwrite` may move: never what is not a run."""
     if not (folder / "status.json").is_file():
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:3])
         raise UserError(
             f"the run folder holds files that are not a run's; --run-dir {folder}; found {names}, expected a new or "
             "empty folder; choose another --run-dir (--overwrite moves only an older run aside)"
         )
-    aside = folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
     if overwrite:
-        while aside.exists():
-            aside = aside.with_name(aside.name + "b")
-        folder.rename(aside)
         return
     try:
         status = json.loads((folder / "status.json").read_text(encoding="utf-8"))

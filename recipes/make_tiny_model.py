@@ -93,11 +93,21 @@ def make_model(tokenizer: Any) -> Any:
 
     return Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
-            num_key_value_heads=4, head_dim=32, max_position_embeddings=128, tie_word_embeddings=True,
-            initializer_range=0.06, rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-            bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
+            vocab_size=VOCAB_SIZE,
+            hidden_size=256,
+            intermediate_size=512,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=32,
+            max_position_embeddings=128,
+            tie_word_embeddings=True,
+            initializer_range=0.06,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lib.config import parse_cli, reporting_errors
 from lib.errors import UserError
+from lib.parquet import write_rows
 from lib.rewards.arithmetic import DATA_SOURCE, OPERANDS, needs_carry, question
 
 CARRY_SHARE = 0.6
@@ -47,14 +48,11 @@ class ArithmeticConfig:
 
 def main(cfg: ArithmeticConfig) -> None:
     """Writes both files and says how many problems they hold."""
-    import pyarrow
-    import pyarrow.parquet
-
     folder = Path(cfg.out)
     folder.mkdir(parents=True, exist_ok=True)
     for split, problems in split_problems(cfg).items():
         rows = [make_row(a, b, split=split, index=index) for index, (a, b) in enumerate(problems)]
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
+        write_rows(folder / f"{split}.parquet", rows)
         print(f"{folder / f'{split}.parquet'}: {len(rows)} problems")
 
 

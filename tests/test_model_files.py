@@ -13,6 +13,7 @@ from lib.model_files import ARCHITECTURES, check_model_files, count_parameters, 
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
     "vocab_size": 32,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -83,12 +84,14 @@ def test_shapes_and_parameter_count_are_those_of_transformers(architecture: str,
     import transformers
 
     config_class = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
-    sizes = {k: v for k, v in CONFIG.items() if k not in ("architectures", "tie_word_embeddings", "head_dim")}
+    sizes = {
+        k: v for k, v in CONFIG.items() if k not in ("architectures", "model_type", "tie_word_embeddings", "head_dim")
+    }
     biases = {"attention_bias": True, "mlp_bias": True} if architecture == "LlamaForCausalLM" else {}
     model = transformers.AutoModelForCausalLM.from_config(config_class(**sizes, **biases, tie_word_embeddings=tied))
     model.save_pretrained(tmp_path)
     write(tmp_path / "tokenizer.json", TOKENIZER)
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    write(tmp_path / "tokenizer_config.json", {"chat_template": "{{ messages }}"})
     files = check(tmp_path)
     assert files.num_parameters == model.num_parameters()
     theirs = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -146,7 +149,11 @@ def test_a_hub_id_that_cannot_be_had_is_a_user_error(tmp_path: Path, monkeypatch
         ({"num_hidden_layers": 3}, ("lack tensors", "model.layers.2.")),
         ({"num_hidden_layers": 1}, ("no place for", "model.layers.1.")),
         ({"tie_word_embeddings": False}, ("lm_head.weight",)),
-        ({"architectures": ["LlamaForCausalLM"]}, ("no place for", "q_norm")),
+        ({"num_hidden_layers": 10**12}, ("num_hidden_layers", "10000")),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, ("no place for", "q_norm")),
+        ({"architectures": ["LlamaForCausalLM"]}, ("LlamaForCausalLM", "'qwen3'", "'llama'")),
+        ({"model_type": None}, ("model_type", "None", "'qwen3'")),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, ("rope scaling", "'4'")),
     ],
 )
 def test_a_config_that_does_not_fit_names_the_field(folder: Path, changes: dict, expected: tuple[str, ...]) -> None:
@@ -268,6 +275,10 @@ def test_a_missing_or_broken_chat_template_is_refused_with_its_line(folder: Path
     assert "template line 3" in message(folder)
     template.write_text("{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% break %}{% endfor %}")
     check(folder)
+    (folder / "tokenizer_config.json").unlink()
+    assert "expected tokenizer_config.json" in message(folder)
+    (folder / "tokenizer_config.json").write_text("{")
+    assert "tokenizer_config.json, line 1" in message(folder)
     template.unlink()
     write(folder / "tokenizer_config.json", {"chat_template": [{"name": "default", "template": "{{ a"}]})
     assert "not valid Jinja" in message(folder)
