@@ -107,6 +107,8 @@ class GRPOConfig:
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "mini_batch_size", "update_epochs", "max_tokens_per_gpu", "total_epochs"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        # The engine gets a request for every prompt: more is a slip, and the divisors of huge numbers take long to find.
+        _require("prompts_per_step", self.prompts_per_step, self.prompts_per_step <= 2**20, "at most 2**20")
         _require("num_steps", self.num_steps, self.num_steps is None or self.num_steps >= 1, "at least 1")
         _require("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
         for name in ("kl_loss_coef", "entropy_coef"):
@@ -279,7 +281,8 @@ def train(cfg: GRPOConfig) -> None:
                 seed=cfg.seed,
             )
             engine.sleep()
-        run.say(f"the engine is built and asleep; {engine.device_used_gib():.1f} GiB of GPU memory in use")
+        if engine.on_gpu:
+            run.say(f"the engine is built and asleep; {engine.device_used_gib():.1f} GiB of GPU memory in use")
         with startup.phase("load the policy"):
             policy = load_policy(cfg.model, str(model_files.folder), cfg.fsdp, world)
             optimizer, scheduler = build_optimizer(policy, cfg.optim, num_steps=num_steps)
@@ -384,6 +387,8 @@ def train(cfg: GRPOConfig) -> None:
                         metrics.add_mean("actor/grad_norm", grad_norm, 1)
                         num_skipped += not taken
                     metrics.set("actor/skipped_updates", num_skipped)
+                    if reference is not None:
+                        metrics.set("actor/kl_coef", cfg.kl_loss_coef)
                     metrics.set("actor/lr", scheduler.get_last_lr()[0])
                     scheduler.step()
 

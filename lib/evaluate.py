@@ -1,12 +1,13 @@
 """Validation: every validation prompt sampled and scored, with the same engine and reward code as training."""
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from lib.dist import World
 from lib.errors import UserError
 from lib.metrics import validation_metrics
-from lib.rollout import RolloutConfig, RolloutEngine, Sampling
+from lib.rollout import MAX_GROUP, RolloutConfig, RolloutEngine, Sampling
 from lib.scoring import Scorer
 from lib.tracking import Run
 from lib.types import Rollout, Sample
@@ -32,7 +33,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         rules = {
             "every": (self.every >= 0, "0 or more"),
-            "n": (self.n >= 1, "at least 1"),
+            "n": (1 <= self.n <= MAX_GROUP, f"from 1 to {MAX_GROUP}"),
             "temperature": (0 <= self.temperature < 100, "0 (greedy) or more, and finite"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "top_k": (self.top_k >= 0, "0 (all tokens) or more"),
@@ -61,6 +62,7 @@ def evaluate(
     Executed by all ranks with the same samples; the engine is awake and holds the policy's weights. A response whose
     scoring failed is left out of the means and counted in val-aux/num_unscored.
     """
+    start = time.perf_counter()
     sampling = Sampling(
         n=cfg.n,
         max_response_len=rollout.max_response_len,
@@ -83,7 +85,10 @@ def evaluate(
         for r in responses
         if r.score.score is not None
     ]
-    return validation_metrics(scored) | {"val-aux/num_unscored": float(len(responses) - len(scored))}
+    return validation_metrics(scored) | {
+        "val-aux/num_unscored": float(len(responses) - len(scored)),
+        "timing_s/testing": time.perf_counter() - start,
+    }
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:

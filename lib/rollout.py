@@ -23,6 +23,8 @@ from lib.dist import World
 from lib.errors import UserError
 from lib.types import Rollout, Sample
 
+MAX_GROUP = 2**20  # seeds of a group's responses are consecutive numbers
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
@@ -69,7 +71,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         for name in ("max_response_len", "tensor_model_parallel_size", "max_num_seqs", "max_num_batched_tokens"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        _require("n", self.n, self.n >= 1, "at least 1")
+        _require("n", self.n, 1 <= self.n <= MAX_GROUP, f"from 1 to {MAX_GROUP}")
         _require("temperature", self.temperature, 0 < self.temperature < 100, "above 0 and finite")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         _require("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more")
@@ -129,7 +131,7 @@ def request_seed(run_seed: int, uid: int, num_generated: int = 0, stream: str = 
     on ranks, batch order or restarts. `stream` keeps validation apart from training.
     """
     digest = hashlib.blake2b(f"{stream}:{run_seed}:{uid}:{num_generated}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % (2**63 - 2**20)  # room for + i
+    return int.from_bytes(digest, "big") % (2**63 - MAX_GROUP)  # room for + i
 
 
 class RolloutEngine:

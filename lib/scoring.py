@@ -81,8 +81,8 @@ class RewardConfig:
         rules = {
             "path": (self.path != "", "a file, or the option left out"),
             "name": (self.name.isidentifier(), "the name of a function"),
-            "num_workers": (self.num_workers >= 1, "at least 1"),
-            "timeout_s": (0 < self.timeout_s < math.inf, "above 0 and finite"),
+            "num_workers": (1 <= self.num_workers <= 1024, "from 1 to 1024"),
+            "timeout_s": (0 < self.timeout_s <= 86400, "above 0 and at most 86400 (a day)"),
             "max_error_rate": (0 <= self.max_error_rate <= 1, "between 0 and 1"),
             "kwargs": (not set(self.kwargs) & set(ARGUMENTS), f"names other than {', '.join(ARGUMENTS)}"),
         }
