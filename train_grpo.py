@@ -107,7 +107,7 @@ class GRPOConfig:
     def __post_init__(self) -> None:
         for name in ("prompts_per_step", "mini_batch_size", "update_epochs", "max_tokens_per_gpu", "total_epochs"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        # The engine gets a request for every prompt: more is a slip, and the divisors of huge numbers take long to find.
+        # The engine gets a request for every prompt: more is a slip of the pen.
         _require("prompts_per_step", self.prompts_per_step, self.prompts_per_step <= 2**20, "at most 2**20")
         _require("num_steps", self.num_steps, self.num_steps is None or self.num_steps >= 1, "at least 1")
         _require("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
