@@ -290,7 +290,7 @@ def reporting_errors(*, debug: bool = False) -> Iterator[None]:
     except LockstepError as error:
         if debug:
             traceback.print_exc(file=terminal)
-        told = _is_first_rank() or isinstance(error, LaunchError)
+        told = _is_first_rank() or (isinstance(error, LaunchError) and not _under_torchrun())
         if told:
             print(error_line(error), file=terminal, flush=True)
         if not _leave_together() and not told:  # this rank failed alone: nobody else will say why
@@ -321,7 +321,7 @@ def _leave_together() -> bool:
     """
     import torch.distributed as torch_dist
 
-    size = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RESTART_COUNT" in os.environ else 1
+    size = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else 1
     if size > 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -342,6 +342,10 @@ def _leave_together() -> bool:
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()  # all ranks are here; NCCL complains when the process ends without it
     return True
+
+
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_RESTART_COUNT" in os.environ
 
 
 def _is_first_rank() -> bool:

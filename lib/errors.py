@@ -18,7 +18,7 @@ class UserError(LockstepError):
 
 
 class LaunchError(UserError):
-    """The ranks could not meet, so every rank that notices prints its own line. Exit code 2."""
+    """The ranks could not meet, so none knows whether another one tells why. Exit code 2."""
 
 
 class DamagedCheckpoint(LockstepError):

@@ -7,7 +7,7 @@ from typing import Any
 from lib.dist import World
 from lib.errors import UserError
 from lib.metrics import validation_metrics
-from lib.rollout import MAX_GROUP, RolloutConfig, RolloutEngine, Sampling
+from lib.rollout import MAX_GROUP, MIN_TEMPERATURE, RolloutConfig, RolloutEngine, Sampling
 from lib.scoring import Scorer
 from lib.tracking import Run
 from lib.types import Rollout, Sample
@@ -34,9 +34,12 @@ class EvalConfig:
         rules = {
             "every": (self.every >= 0, "0 or more"),
             "n": (1 <= self.n <= MAX_GROUP, f"from 1 to {MAX_GROUP}"),
-            "temperature": (0 <= self.temperature < 100, "0 (greedy) or more, and finite"),
+            "temperature": (
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < 100,
+                f"0 (greedy), or from {MIN_TEMPERATURE} to below 100",
+            ),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (self.top_k >= 0, "0 (all tokens) or more"),
+            "top_k": (0 <= self.top_k < 2**31, "0 (all tokens) or more"),
         }
         for name, (ok, rule) in rules.items():
             if not ok:

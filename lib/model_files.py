@@ -134,7 +134,7 @@ def _find_folder(path: str) -> Path:
     if exists:
         raise UserError(
             f"--model.path is not a folder; {path}; found a file, expected a folder with config.json, weights and "
-            f"tokenizer; use {folder.parent}"
+            f"tokenizer; use {folder.parent if (folder.parent / 'config.json').exists() else 'the folder of a model'}"
         )
     if re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", path) and not folder.parent.exists():
         return _download(path)

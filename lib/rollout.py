@@ -24,6 +24,7 @@ from lib.errors import UserError
 from lib.types import Rollout, Sample
 
 MAX_GROUP = 2**20  # seeds of a group's responses are consecutive numbers
+MIN_TEMPERATURE = 0.01  # below it vLLM samples with 0.01 all the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,12 @@ class RolloutConfig:
         for name in ("max_response_len", "tensor_model_parallel_size", "max_num_seqs", "max_num_batched_tokens"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         _require("n", self.n, 1 <= self.n <= MAX_GROUP, f"from 1 to {MAX_GROUP}")
-        _require("temperature", self.temperature, 0 < self.temperature < 100, "above 0 and finite")
+        _require("max_num_seqs", self.max_num_seqs, self.max_num_seqs <= 2**16, f"at most {2**16}")
+        _require("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_batched_tokens <= 2**22,
+                 f"at most {2**22}")  # fmt: skip
+        _require("stop", self.stop, all(self.stop), "texts that are not empty")
+        _require("temperature", self.temperature, MIN_TEMPERATURE <= self.temperature < 100,
+                 f"at least {MIN_TEMPERATURE}, and below 100")  # fmt: skip
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         _require("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more")
         _require(
@@ -97,7 +103,7 @@ class RolloutConfig:
 def _require(name: str, value: object, ok: bool, rule: str) -> None:
     if not ok:
         flag = "--rollout." + name.replace("_", "-")
-        raise UserError(f"{flag} is out of range; found {value}, expected {rule}; set {flag} to a value {rule}")
+        raise UserError(f"{flag} is out of range; found {value}, expected {rule}; change {flag}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +162,15 @@ class RolloutEngine:
         world.agree(self._check_free_memory)
         _set_environment(self.on_gpu)
         with restored_host_state():
-            self._llm = _build(cfg, model_path, dtype, max_prompt_len, self.on_gpu, self._sleeps)
+            try:
+                self._llm = _build(cfg, model_path, dtype, max_prompt_len, self.on_gpu, self._sleeps)
+            except ValueError as error:  # how vLLM says that its settings fit neither the memory nor the model
+                memory = "gpu_memory_utilization" if self.on_gpu else "cpu_kv_cache_gib"
+                raise UserError(
+                    f"the engine does not start with these settings; rank {world.rank}; found "
+                    f"{' '.join(str(error).split())[:300]}; change --rollout.{memory.replace('_', '-')} (now "
+                    f"{getattr(cfg, memory)}), or what it names (its own flags are not ours)"
+                ) from error
         self._engine = self._llm.llm_engine
         self.model: nn.Module = self._llm.apply_model(lambda model: model)[0]
         self._awake = {"weights", "kv_cache"}
