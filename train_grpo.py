@@ -206,6 +206,17 @@ def load_prompts(
     return tokenizer, stop_ids, train_set, tokenize(cfg.data, files, tokenizer, split="val")
 
 
+def check_same_prompts(train_set: Prompts, val_set: Prompts, world: World) -> None:
+    """Raises UserError on all ranks when they do not hold the same prompts: a uid must mean the same everywhere."""
+    fingerprints = world.gather((train_set.fingerprint, val_set.fingerprint))
+    if len(set(fingerprints)) > 1:
+        raise UserError(
+            "the ranks read different prompts; data files or dataset class; found fingerprints "
+            f"{', '.join(first for first, _ in fingerprints)}, expected equal ones; give every node the same files, "
+            "and make a dataset class deterministic"
+        )
+
+
 def describe(
     cfg: GRPOConfig, world: World, model_files: ModelFiles, train_set: Prompts, val_set: Prompts, *, num_steps: int
 ) -> str:
@@ -251,6 +262,7 @@ def train(cfg: GRPOConfig) -> None:
             reward_note = world.agree(lambda: try_reward(cfg, files.train, files.val))
     with startup.phase("tokenise the prompts"):
         tokenizer, stop_ids, train_set, val_set = world.agree(lambda: load_prompts(cfg, files, model_files, world))
+        check_same_prompts(train_set, val_set, world)
         prompts = PromptStream(train_set, seed=cfg.seed, shuffle=cfg.data.shuffle)
         val_samples = val_set.all_samples()
         data_sources = {sample.data_source for sample in (*train_set.all_samples(), *val_samples)}
@@ -296,7 +308,7 @@ def train(cfg: GRPOConfig) -> None:
         if val_samples and cfg.eval.before_train:
             with startup.phase("validate before training"):
                 run.log(0, evaluate(engine, val_samples, scorer, tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
-                                    world=world, run=run, step=0))  # fmt: skip
+                                    reward=cfg.reward, world=world, run=run, step=0))  # fmt: skip
         engine.sleep()
         run.say(startup.table())
 
@@ -403,7 +415,7 @@ def train(cfg: GRPOConfig) -> None:
             if val_samples and cfg.eval.due(step, num_steps):
                 wake_with_weights(engine, policy, optimizer, fsdp=cfg.fsdp, names=names)
                 values |= evaluate(engine, val_samples, scorer, tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
-                                   world=world, run=run, step=step)  # fmt: skip
+                                   reward=cfg.reward, world=world, run=run, step=step)  # fmt: skip
                 engine.sleep()
             run.log(step, values)
             constant_groups.append(values["reward/constant_group_ratio"])

@@ -59,7 +59,7 @@ def _attend_each(
         one = [x[start:end].transpose(0, 1) for x in (q, k, v)]  # (heads, len, d)
         mask = None
         if 0 <= window[0] < end - start - 1:
-            place = torch.arange(end - start)
+            place = torch.arange(end - start, device=q.device)
             distance = place[:, None] - place[None, :]
             mask = (distance >= 0) & (distance <= window[0])  # (len, len)
         outputs.append(

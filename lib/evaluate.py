@@ -8,7 +8,7 @@ from lib.dist import World
 from lib.errors import UserError
 from lib.metrics import validation_metrics
 from lib.rollout import MAX_GROUP, MIN_TEMPERATURE, RolloutConfig, RolloutEngine, Sampling
-from lib.scoring import Scorer
+from lib.scoring import RewardConfig, Scorer, check_error_rate, error_counts
 from lib.tracking import Run
 from lib.types import Rollout, Sample
 
@@ -58,12 +58,12 @@ class EvalConfig:
 
 def evaluate(
     engine: RolloutEngine, samples: list[Sample], scorer: Scorer, tokenizer: Any, *, cfg: EvalConfig,
-    rollout: RolloutConfig, world: World, run: Run, step: int,
+    rollout: RolloutConfig, reward: RewardConfig, world: World, run: Run, step: int,
 ) -> dict[str, float]:  # fmt: skip
     """Validation metrics of all samples, on all ranks; writes every response to samples/step_N.jsonl.
 
     Executed by all ranks with the same samples; the engine is awake and holds the policy's weights. A response whose
-    scoring failed is left out of the means and counted in val-aux/num_unscored.
+    scoring failed is left out of the means and counted in val-aux/num_unscored; too many of them raise RewardError.
     """
     start = time.perf_counter()
     sampling = Sampling(
@@ -80,7 +80,11 @@ def evaluate(
                 for response in group:
                     scorer.submit(response, decode(tokenizer, response.response_ids))
             advance()
-    gathered = world.gather(scorer.collect())
+    own = scorer.collect()
+    for text, count in error_counts(own).items():
+        print(f"step {step}: the reward of {count} validation responses failed: {text}")
+    check_error_rate(own, reward, world)
+    gathered = world.gather(own)
     responses = sorted((r for of_rank in gathered for r in of_rank), key=lambda r: (r.sample.uid, r.index))
     run.save_samples(step, [_as_row(r, tokenizer) for r in responses] if world.rank == 0 else [], show=3)
     scored = [

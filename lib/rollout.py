@@ -208,6 +208,11 @@ class RolloutEngine:
         """Maps the engine's memory again; what it holds is garbage until weights are synchronised."""
         if tag in self._awake:
             return
+        self.world.agree(lambda: self._check_room(tag))
+        self._llm.wake_up(tags=[tag])
+        self._awake.add(tag)
+
+    def _check_room(self, tag: str) -> None:
         needed = self._sleeping_bytes[tag]
         free = torch.cuda.mem_get_info(self.world.device)[0]
         if free < needed:
@@ -217,8 +222,6 @@ class RolloutEngine:
                 f"--rollout.gpu-memory-utilization (now {self.cfg.gpu_memory_utilization}), or set "
                 "--fsdp.optimizer-offload True or --fsdp.param-offload True"
             )
-        self._llm.wake_up(tags=[tag])
-        self._awake.add(tag)
 
     def sleep(self) -> None:
         """Frees weights and KV cache (level 2: nothing is kept, the next sync writes every weight). A no-op on CPU."""
@@ -226,6 +229,7 @@ class RolloutEngine:
             # Cached prefixes belong to the weights that computed them.
             assert self._llm.reset_prefix_cache(), "the engine refused to drop its prefix cache: requests are alive"
             return
+        torch.cuda.empty_cache()  # so that what sleep frees is the engine's alone
         free_before = torch.cuda.mem_get_info(self.world.device)[0]
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         self._llm.sleep(level=2)

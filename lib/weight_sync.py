@@ -196,6 +196,13 @@ def check_log_probs_diff(differences: Mapping[str, float], *, limit: float) -> N
     `differences` are the reduced training/rollout_log_probs_diff/*, the same on all ranks; absent without the
     engine's log-probs.
     """
+    nonfinite = differences.get("training/rollout_log_probs_nonfinite", 0.0)
+    if nonfinite:
+        raise WeightSyncError(
+            f"engine or trainer gave log-probs that are not finite; {nonfinite:.0f} sampled tokens of the first "
+            "mini-batch; expected finite ones; one of the two computes NaN or infinity: try --model.dtype float32, and "
+            "look for overflow in the model's weights"
+        )
     if not differences.get("training/rollout_probs_diff_valid"):
         return  # nothing to compare: no log-probs, or no response with a score
     mean = differences["training/rollout_log_probs_diff/mean"]

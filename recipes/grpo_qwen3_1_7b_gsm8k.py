@@ -1,4 +1,4 @@
-"""GRPO on GSM8K with Qwen3-1.7B (DeepSeekMath, https://arxiv.org/abs/2402.03300). 1 to 8 GPUs with 80 GB or more.
+"""GRPO on GSM8K with Qwen3-1.7B (DeepSeekMath, https://arxiv.org/abs/2402.03300). 2 to 8 GPUs of 80 GB.
 
     python -m recipes.prepare_gsm8k --out data/gsm8k
     torchrun --nproc_per_node=8 -m recipes.grpo_qwen3_1_7b_gsm8k

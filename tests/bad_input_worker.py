@@ -1,0 +1,58 @@
+"""Runs `train_grpo.py` with many command lines, each in a fork of this process: torch is imported once for all.
+
+Standard input: JSON, {name: {words, env}}. Standard output: JSON, {name: {code, stdout, stderr, imported}}.
+"""
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import traceback
+
+import train_grpo
+
+ACCEPTED = 77
+"""Code of a run whose input passed every check: it ends where it would build the engine, half a minute of work."""
+LIMIT_S = 60
+HEAVY = ("transformers", "vllm", "pyarrow")
+
+
+def end_accepted(*_, **__):
+    os._exit(ACCEPTED)
+
+
+def run(words: list[str], env: dict[str, str]) -> int:
+    """The exit code of the script's last line."""
+    os.environ.update(env)
+    sys.argv = ["train_grpo.py", *words]
+    train_grpo.RolloutEngine = end_accepted
+    signal.alarm(LIMIT_S)
+    try:
+        train_grpo.main(train_grpo.parse_cli(train_grpo.GRPOConfig()))
+    except SystemExit as exit_:
+        return exit_.code
+    except BaseException:
+        traceback.print_exc()
+    return 1
+
+
+def in_fork(words: list[str], env: dict[str, str]) -> dict:
+    files = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(3)]  # noqa: SIM115 (read below)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.dup2(files[0].fileno(), 1)
+        os.dup2(files[1].fileno(), 2)
+        code = run(words, env)
+        os.write(files[2].fileno(), json.dumps([name for name in HEAVY if name in sys.modules]).encode())
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for file in files:
+        file.seek(0)
+    stdout, stderr, imported = (file.read() for file in files)
+    return {"code": code, "stdout": stdout, "stderr": stderr, "imported": json.loads(imported or "[]")}
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: in_fork(**case) for name, case in json.load(sys.stdin).items()}))
