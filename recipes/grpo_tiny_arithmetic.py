@@ -25,7 +25,6 @@ config = GRPOConfig(
     rollout=RolloutConfig(
         n=8, max_response_len=8, max_num_seqs=256, max_num_batched_tokens=4096, gpu_memory_utilization=0.2
     ),
-    kl_loss_coef=0.01,  # without signal, noise would make the policy drift
     prompts_per_step=32,
     mini_batch_size=256,
     max_tokens_per_gpu=8192,

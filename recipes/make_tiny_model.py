@@ -3,7 +3,7 @@
     python -m recipes.make_tiny_model --data data/arithmetic --out models/tiny-arithmetic --seed 0
 
 A short supervised warm-up on problems that are in neither data file. The demonstrations write the sum of the units, a
-comma and the answer (27+48= 15,75), and where a carry is needed nine of ten forget it (15,65). So the model knows both
+comma and the answer (27+48= 15,75), and where a carry is needed four of five forget it (15,65). So the model knows both
 answers but prefers the wrong one: greedy accuracy is about the share of problems without a carry, 0.4, whatever the
 seed. GRPO then has a habit to break, which the reward alone can teach, and needs no new knowledge.
 """
@@ -24,7 +24,7 @@ from lib.rewards.arithmetic import OPERANDS, needs_carry, question, sum_without_
 
 VOCAB_SIZE = 320  # bytes, special tokens and a few merges, rounded up
 CARRY_SHARE = 0.5  # of a batch
-RIGHT_SHARE = 0.1  # of the demonstrations with a carry
+RIGHT_SHARE = 0.2  # of the demonstrations with a carry
 IGNORED = -100  # label of tokens that are not learnt
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
