@@ -6,12 +6,13 @@ SHELL := /bin/bash
 SEED ?= 0
 RUN ?= runs/quickstart
 HAS_GPU := $(shell [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null 2>&1 && echo yes)
-GPUS := $(if $(HAS_GPU),$(shell nvidia-smi --list-gpus 2>/dev/null | wc -l))
+GPUS := $(if $(HAS_GPU),$(shell \
+  if [ -n "$$CUDA_VISIBLE_DEVICES" ]; then tr , '\n' <<< "$$CUDA_VISIBLE_DEVICES"; else nvidia-smi --list-gpus; fi | wc -l))
 # The quickstart's ranks: 2, or 1 on a machine with a single GPU.
 RANKS ?= $(if $(filter 1,$(GPUS)),1,2)
 REQUIREMENTS := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
 
-ifdef PYTHON
+ifeq ($(origin PYTHON),command line)
 PY := $(PYTHON)
 SETUP :=
 else

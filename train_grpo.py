@@ -272,8 +272,8 @@ def train(cfg: GRPOConfig) -> None:
     num_updates = cfg.prompts_per_step * cfg.rollout.n // cfg.mini_batch_size * cfg.update_epochs
 
     run = Run(cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=num_steps, overwrite=cfg.overwrite)
-    scorer = Scorer(cfg.reward, data_sources, log_path=run.dir / "logs" / f"rewards_{world.rank}.log")
-    with run, closing(scorer):
+    reward_log = run.dir / "logs" / f"rewards_{world.rank}.log"
+    with run, closing(Scorer(cfg.reward, data_sources, log_path=reward_log)) as scorer:
         run.say(describe(cfg, world, model_files, train_set, val_set, num_steps=num_steps))
         ends = ", ".join(f"{tokenizer.decode([stop_id])!r} ({stop_id})" for stop_id in stop_ids)
         notes = (f"responses end at {ends}", reward_note, *files.warnings, *train_set.warnings, *val_set.warnings)

@@ -206,9 +206,10 @@ class Run:
         self.restore()
 
     def _start(self, config: Mapping[str, Any]) -> None:
+        self._write_status()  # before the import, which takes a moment: a folder without it is nobody's run
+
         from torch.utils.tensorboard import SummaryWriter
 
-        self._write_status()
         (self.dir / "samples").mkdir()
         (self.dir / "config.json").write_text(_to_json(config, indent=2) + "\n", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"))
