@@ -3,8 +3,9 @@
     python -m recipes.prepare_arithmetic && python -m recipes.make_tiny_model
     torchrun --nproc_per_node=2 -m recipes.grpo_tiny_arithmetic
 
-The model adds well but has the habit of forgetting the carry. The reward breaks the habit: greedy accuracy on 400
-problems that occur neither in its warm-up nor in the training file rises from about 0.4 to above 0.9 (EXPERIMENTS.md).
+The model can add when it first works out the units, but prefers to guess and then forgets the carry. The reward alone
+breaks the habit: responses grow longer, and greedy accuracy on 400 problems that occur neither in the warm-up nor in the
+training file rises from about 0.4 to above 0.9 (EXPERIMENTS.md).
 """
 
 from lib.config import parse_cli
@@ -23,13 +24,13 @@ config = GRPOConfig(
     ),
     reward=RewardConfig(num_workers=1),
     rollout=RolloutConfig(
-        n=8, max_response_len=8, max_num_seqs=256, max_num_batched_tokens=4096, gpu_memory_utilization=0.2
+        n=8, max_response_len=12, max_num_seqs=256, max_num_batched_tokens=4096, gpu_memory_utilization=0.2
     ),
     prompts_per_step=32,
     mini_batch_size=256,
     max_tokens_per_gpu=8192,
     num_steps=60,
-    optim=OptimConfig(lr=3e-4, schedule="cosine", weight_decay=0.0),
+    optim=OptimConfig(lr=5e-5, schedule="cosine", weight_decay=0.0),
     eval=EvalConfig(every=10),
     run_dir="runs/quickstart",
 )

@@ -1,11 +1,12 @@
-"""Makes the quickstart's model: a Qwen3 of 1.3 M parameters that can add, and has learnt to forget the carry.
+"""Makes the quickstart's model: a Qwen3 of 1.3 M parameters that can add, but prefers to guess.
 
     python -m recipes.make_tiny_model --data data/arithmetic --out models/tiny-arithmetic --seed 0
 
-A short supervised warm-up on problems that are in neither data file. The demonstrations write the sum of the units, a
-comma and the answer (27+48= 15,75), and where a carry is needed four of five forget it (15,65). So the model knows both
-answers but prefers the wrong one: greedy accuracy is about the share of problems without a carry, 0.4, whatever the
-seed. GRPO then has a habit to break, which the reward alone can teach, and needs no new knowledge.
+A short supervised warm-up on problems that are in neither data file. Four of five demonstrations answer at once and
+forget the carry (27+48= 65); the fifth first writes the sum of the units and then the right answer (27+48= units 15,75).
+Which one is a coin's decision, not the problem's. So the model knows both ways but prefers the quick one: greedy
+accuracy is the share of problems without a carry, 0.4, whatever the seed. GRPO then has a habit to break, which the
+reward alone can teach, and needs no new knowledge: the model learns to work before it answers.
 """
 
 import json
@@ -24,7 +25,7 @@ from lib.rewards.arithmetic import OPERANDS, needs_carry, question, sum_without_
 
 VOCAB_SIZE = 320  # bytes, special tokens and a few merges, rounded up
 CARRY_SHARE = 0.5  # of a batch
-RIGHT_SHARE = 0.2  # of the demonstrations with a carry
+WORKED_SHARE = 0.2  # of the demonstrations
 IGNORED = -100  # label of tokens that are not learnt
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -81,7 +82,7 @@ def make_tokenizer() -> Any:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["user\n", "assistant\n"] * 10, trainer)
+    tokenizer.train_from_iterator(["user\n", "assistant\n", "units "] * 10, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
     )
@@ -157,9 +158,10 @@ def warm_up(model: Any, tokenizer: Any, pairs: list[Pair], cfg: TinyModelConfig)
 
 
 def demonstration(a: int, b: int, rng: random.Random) -> tuple[str, str]:
-    """The user's message and a response: right, or with the carry forgotten where there is one."""
-    answer = a + b if rng.random() < RIGHT_SHARE else sum_without_carry(a, b)
-    return question(a, b), f"{a % 10 + b % 10},{answer}"
+    """The user's message and a response: worked out and right, or a quick answer without the carry."""
+    if rng.random() < WORKED_SHARE:
+        return question(a, b), f"units {a % 10 + b % 10},{a + b}"
+    return question(a, b), str(sum_without_carry(a, b))
 
 
 def encode(demonstrations: list[tuple[str, str]], tokenizer: Any) -> tuple[Tensor, Tensor]:

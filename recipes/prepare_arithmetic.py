@@ -3,8 +3,8 @@
     python -m recipes.prepare_arithmetic --out data/arithmetic --seed 0
 
 The split is over unordered pairs, so that if 27+48 is a validation problem, neither 27+48 nor 48+27 is in training.
-Three problems in five need a carry, in each file: the tiny model forgets carries, so its greedy accuracy before GRPO is
-the share of the others, about 0.4, whatever the seed. About half of all pairs stay in neither file; the tiny model's
+Three problems in five need a carry, in each file: the tiny model forgets it, so its greedy accuracy before GRPO is the
+share of the others, about 0.4, whatever the seed. About half of all pairs stay in neither file; the tiny model's
 warm-up uses those.
 """
 

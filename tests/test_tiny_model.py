@@ -50,7 +50,7 @@ def test_answers_are_sums_and_three_in_five_need_a_carry(data):
 
 @pytest.mark.parametrize(
     ("response", "score"),
-    [("15,75", 1), ("75", 1), ("15,65", 0), ("75,", 0), ("15,075", 0), ("15,75 ", 0), ("", 0), ("75,15", 0)],
+    [("units 15,75", 1), ("75", 1), ("15,65", 0), ("75,", 0), ("15,075", 0), ("15,75 ", 0), ("", 0), ("75,15", 0)],
 )
 def test_the_answer_stands_after_the_last_comma(response, score):
     assert compute_score("arithmetic", response, "75", {}) == {"score": score, "acc": score}
@@ -72,12 +72,12 @@ def test_a_seed_fixes_every_byte_and_the_folder_is_an_ordinary_one(data, tmp_pat
     first, second, other = map(digest, folders)
     assert first == second and first["model.safetensors"] != other["model.safetensors"]
 
-    files = check_model_files(str(folders[0]), max_prompt_len=32, max_response_len=8, tensor_parallel_size=2)
+    files = check_model_files(str(folders[0]), max_prompt_len=32, max_response_len=12, tensor_parallel_size=2)
     assert 1e6 <= files.num_parameters <= 4e6
     tokenizer = load_tokenizer(folders[0])
     assert stop_token_ids(tokenizer, folders[0]) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    ids = tokenizer.encode("15,75")
-    assert len(ids) == 5 and tokenizer.decode(ids) == "15,75"  # every digit a token
+    ids = tokenizer.encode("units 15,75")
+    assert len(ids) == 7 and tokenizer.decode(ids) == "units 15,75"  # every digit a token
     cfg = DataConfig(train_files=(str(data / "train.parquet"),), max_prompt_len=32)
     prompts = tokenize(cfg, check_data_files(cfg), tokenizer, split="train")
     text = tokenizer.decode(prompts.sample(0, 0).prompt_ids)

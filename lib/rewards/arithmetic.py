@@ -1,7 +1,7 @@
 """The quickstart's task: the sum of two two-digit numbers, and its grader.
 
-A response may work before its answer, which stands after the last comma: 27+48= 15,75. The typical mistake is to forget
-the carry of the units: 15,65. `recipes/prepare_arithmetic.py` writes the problems,
+A response may work before its answer, which stands after the last comma: 27+48= units 15,75. The typical mistake is to
+guess and forget the carry of the units: 65. `recipes/prepare_arithmetic.py` writes the problems,
 `recipes/make_tiny_model.py` makes a model with that habit, and GRPO breaks it.
 """
 
