@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=2 -m recipes.grpo_tiny_arithmetic
 
 The model can add when it first works out the units, but prefers to guess and then forgets the carry. The reward alone
-breaks the habit: responses grow longer, and greedy accuracy on 400 problems that occur neither in the warm-up nor in the
-training file rises from about 0.4 to above 0.9 (EXPERIMENTS.md).
+breaks the habit: responses grow longer, and greedy accuracy on 400 problems that occur neither in its warm-up nor in
+the training file rises from about 0.4 to above 0.9 (EXPERIMENTS.md).
 """
 
 from lib.config import parse_cli

@@ -3,10 +3,10 @@
     python -m recipes.make_tiny_model --data data/arithmetic --out models/tiny-arithmetic --seed 0
 
 A short supervised warm-up on problems that are in neither data file. Four of five demonstrations answer at once and
-forget the carry (27+48= 65); the fifth first writes the sum of the units and then the right answer (27+48= units 15,75).
-Which one is a coin's decision, not the problem's. So the model knows both ways but prefers the quick one: greedy
-accuracy is the share of problems without a carry, 0.4, whatever the seed. GRPO then has a habit to break, which the
-reward alone can teach, and needs no new knowledge: the model learns to work before it answers.
+forget the carry (27+48= 65); the fifth first writes the sum of the units, then the right answer (27+48= units 15,75).
+Which one is a coin's decision, not the problem's: were it the problem's, noise alone would move the greedy accuracy.
+So the model knows both ways but prefers the quick one, and its greedy accuracy is the share of problems without a carry,
+0.4, whatever the seed. GRPO has a habit to break, which the reward alone can teach: work before you answer.
 """
 
 import json
