@@ -5,8 +5,8 @@
 A short supervised warm-up on problems that are in neither data file. Four of five demonstrations answer at once and
 forget the carry (27+48= 65); the fifth first writes the sum of the units, then the right answer (27+48= units 15,75).
 Which one is a coin's decision, not the problem's: were it the problem's, noise alone would move the greedy accuracy.
-So the model knows both ways but prefers the quick one, and its greedy accuracy is the share of problems without a carry,
-0.4, whatever the seed. GRPO has a habit to break, which the reward alone can teach: work before you answer.
+So the model knows both ways but prefers the quick one, and its greedy accuracy is the share of problems without a
+carry, 0.4, whatever the seed. GRPO has a habit to break, which the reward alone can teach: work before you answer.
 """
 
 import json
