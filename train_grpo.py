@@ -7,7 +7,7 @@ to bottom; every line of `main` runs on all ranks unless it says otherwise.
     torchrun --nproc_per_node=8 -m recipes.NAME --optim.lr 2e-6            # a recipe: defaults for one experiment
 """
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ from lib.dist import World, init_distributed, shutdown_distributed
 from lib.errors import UserError
 from lib.evaluate import EvalConfig, decode, evaluate
 from lib.forward import compute_log_probs, forward_policy
-from lib.fsdp import FSDPConfig, load_policy, offload, onload
+from lib.fsdp import FSDPConfig, begin_micro_batch, load_policy, offload, onload
 from lib.kl import KLType, kl_to_reference
 from lib.losses import LOSSES, LossAggMode, PolicyLoss, aggregate, loss_denominator
 from lib.metrics import (
@@ -303,7 +303,7 @@ def train(cfg: GRPOConfig) -> None:
                 reference = load_policy(cfg.model, str(model_files.folder), cfg.fsdp, world, trainable=False)
                 offload(cfg.fsdp, policy=reference)
         with startup.phase("sync the weights and compare all"):
-            num_compared = wake_with_weights(engine, policy, optimizer, fsdp=cfg.fsdp, names=None)
+            num_compared = wake_with_weights(engine, policy, optimizer, fsdp=cfg.fsdp, names=None, time=nullcontext)
         run.say(f"the engine holds the policy's weights: all {num_compared} tensors are equal bit for bit")
         if val_samples and cfg.eval.before_train:
             with startup.phase("validate before training"):
@@ -319,7 +319,7 @@ def train(cfg: GRPOConfig) -> None:
                 # ---- Rollout: weights go to the engine, the engine samples, its memory comes back ----
                 with metrics.time("update_weights"):
                     names = names_to_check(engine, seed=cfg.seed, step=step)
-                    wake_with_weights(engine, policy, optimizer, fsdp=cfg.fsdp, names=names)
+                    wake_with_weights(engine, policy, optimizer, fsdp=cfg.fsdp, names=names, time=metrics.time)
                 samples = engine.share(prompts.next(cfg.prompts_per_step))
                 with metrics.time("gen"), run.progress(f"step {step}/{num_steps}: sampling", len(samples)) as advance:
                     for group in engine.generate(samples, training_sampling(cfg.rollout)):
@@ -368,7 +368,9 @@ def train(cfg: GRPOConfig) -> None:
                         denominator = loss_denominator(
                             mini_batch, cfg.loss_agg_mode, world, max_response_len=cfg.rollout.max_response_len
                         )
-                        for micro_batch in iter_micro_batches(mini_batch, cfg.max_tokens_per_gpu, world):
+                        micro_batches = list(iter_micro_batches(mini_batch, cfg.max_tokens_per_gpu, world))
+                        for place, micro_batch in enumerate(micro_batches, start=1):
+                            begin_micro_batch(policy, last=place == len(micro_batches))
                             log_probs, entropy = forward_policy(
                                 policy, micro_batch, temperature=cfg.rollout.temperature
                             )  # (b, t), (b, t)
@@ -413,7 +415,7 @@ def train(cfg: GRPOConfig) -> None:
             )  # fmt: skip
             values |= {"training/global_step": step, "training/epoch": step * cfg.prompts_per_step / len(train_set)}
             if val_samples and cfg.eval.due(step, num_steps):
-                wake_with_weights(engine, policy, optimizer, fsdp=cfg.fsdp, names=names)
+                wake_with_weights(engine, policy, optimizer, fsdp=cfg.fsdp, names=names, time=nullcontext)
                 values |= evaluate(engine, val_samples, scorer, tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
                                    reward=cfg.reward, world=world, run=run, step=step)  # fmt: skip
                 engine.sleep()

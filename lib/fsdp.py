@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -21,8 +21,10 @@ class FSDPConfig:
     """Keep the policy's shards on the host while the engine samples."""
     optimizer_offload: bool = False
     """Keep the optimizer's moments on the host while the engine samples."""
-    reshard_after_forward: bool = True
-    """Drop gathered layers after the forward pass: less memory, one more gather in the backward pass."""
+    reshard_after_forward: bool | None = None
+    """Drop gathered layers after every pass and sum gradients over ranks in every micro-batch: least memory, most
+    traffic; False: once per optimizer step; None: False where weights and gradients take a quarter of the GPU's
+    memory at most."""
 
 
 def load_policy(
@@ -46,9 +48,16 @@ def shard_(policy: CausalPolicy, fsdp: FSDPConfig, world: World, *, dtype: torch
     """Shards every decoder layer and the rest over all ranks. Gradients are summed over ranks, never averaged."""
     mesh = init_device_mesh(world.device.type, (world.size,))
     precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
+    reshard = fsdp.reshard_after_forward
+    if reshard is None:
+        gathered = sum(p.numel() for p in policy.parameters()) * (dtype.itemsize + 4)  # weights, float32 gradients
+        reshard = world.device.type == "cuda" and gathered > torch.cuda.mem_get_info(world.device)[1] / 4
     for layer in policy.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=fsdp.reshard_after_forward)
+        if world.device.type == "cuda":  # one graph serves all layers and any packed length
+            layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    policy.keeps_gathered = not reshard
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # FSDP averages by default. The loss has a global denominator already, so gradients must be summed; gloo
@@ -57,12 +66,33 @@ def shard_(policy: CausalPolicy, fsdp: FSDPConfig, world: World, *, dtype: torch
             module.set_force_sum_reduction_for_comms(True)
 
 
+def begin_micro_batch(policy: CausalPolicy, *, last: bool) -> None:
+    """Says before a micro-batch's forward whether it is the last of its optimizer step.
+
+    Unless the policy reshards after every pass, weights stay gathered and gradients are added up locally, in float32,
+    until the last one sums them over ranks: one gather and one scatter per optimizer step.
+    """
+    if policy.keeps_gathered:
+        policy.set_requires_gradient_sync(last)
+        policy.set_reshard_after_backward(last)
+        policy.set_is_last_backward(last)
+
+
+def reshard(policy: nn.Module) -> None:
+    """Drops gathered weights. Whoever writes the shards calls this first: a gathered copy would be stale."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def offload(
     fsdp: FSDPConfig, *, policy: CausalPolicy | None = None, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
     """Moves to the host what the config wants there while the engine samples, and returns cached memory to the GPU."""
-    if fsdp.param_offload and policy is not None:
-        policy.to("cpu")
+    if policy is not None:
+        reshard(policy)
+        if fsdp.param_offload:
+            policy.to("cpu")
     if fsdp.optimizer_offload and optimizer is not None:
         move_optimizer(optimizer, torch.device("cpu"))
     if torch.cuda.is_available():
@@ -94,6 +124,27 @@ def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """The whole parameter in `dtype`, on every rank: cast before the gather, so only `dtype` travels."""
     local = parameter.detach().to(dtype)
     return local.full_tensor() if isinstance(local, DTensor) else local
+
+
+def iter_gathered(policy: CausalPolicy) -> Iterator[dict[str, Tensor]]:
+    """Whole parameters by their Hugging Face names in the compute precision: layer by layer, then the rest.
+
+    One gather a layer, and the next one travels while a layer is used; each is dropped when the next is asked for. A
+    collective: all ranks iterate to the end.
+    """
+    prefixes = [f"model.layers.{place}." for place in range(len(policy.layers))]
+    modules = [*policy.layers, policy]
+    handle = modules[0].unshard(async_op=True)
+    for place, module in enumerate(modules):
+        following = modules[place + 1].unshard(async_op=True) if module is not policy else None
+        handle.wait()
+        if module is policy:
+            named = ((n, p) for n, p in policy.named_parameters() if not n.startswith("model.layers."))
+            yield {name: parameter.detach() for name, parameter in named}
+        else:
+            yield {prefixes[place] + name: parameter.detach() for name, parameter in module.named_parameters()}
+        module.reshard()
+        handle = following
 
 
 def iter_full_tensors(policy: CausalPolicy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

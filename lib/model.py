@@ -46,6 +46,8 @@ class CausalPolicy(nn.Module):
         self.tied = bool(self.config.tie_word_embeddings)
         # A tied head is the embedding itself: one parameter, sharded, updated, synchronised and saved once.
         self.lm_head = None if self.tied else causal_lm.lm_head
+        self.keeps_gathered = False
+        """Whether shards are gathered once per optimizer step instead of in every pass; set where they are made."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor,

@@ -3,13 +3,15 @@
 Arithmetic on masked tensors selects with torch.where and never multiplies by the mask: NaN * 0 is NaN.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 2**27  # float32 logits of one chunk: 512 MB, the head's peak memory whatever the batch
+CHUNK_BYTES = {"cuda": 5 * 2**30, "cpu": 2**29}  # logits of one chunk: the head's peak memory whatever the batch
 MIN_TEMPERATURE = 1e-8
 
 
@@ -38,39 +40,39 @@ def linear_log_probs(
     """Log-prob of each label, and entropy, under softmax(hidden @ weight.T / temperature): (N,) and (N,) float32.
 
     hidden (N, H) and weight (V, H) of one dtype; labels (N,) int64. Both results are differentiable in hidden and
-    weight. The logits exist for `chunk_size` rows at a time (default: 512 MB of them), forward and again backward.
-    The matrix products run in the dtype of the inputs; the softmax and the sum of the weight's gradient over chunks
-    in float32 (float64 for float64 inputs). Entropy costs nothing backward as long as no gradient reaches it;
-    `with_entropy=False` skips its values too and returns zeros.
+    weight. The matrix products run in the dtype of the inputs; the softmax and the sum of the weight's gradient over
+    chunks in float32 (float64 for float64 inputs). `chunk_size` rows of logits exist at a time (default: CHUNK_BYTES
+    of them). A single chunk is kept for the backward pass; several are computed once more there. Entropy costs
+    nothing backward as long as no gradient reaches it; `with_entropy=False` skips its values too and returns zeros.
 
     With z = hidden @ weight.T / temperature, log p = z - logsumexp(z) and H = -sum(p log p):
         d log p[label] / dz = onehot(label) - p        dH / dz = -p (log p + H)
     """
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
-    rows = max(1, CHUNK_ELEMENTS // weight.shape[0]) if chunk_size is None else chunk_size
-    return _LinearLogProbs.apply(hidden, weight, labels, max(temperature, MIN_TEMPERATURE), rows, with_entropy)
+    if chunk_size is None:
+        chunk_size = max(1, CHUNK_BYTES[hidden.device.type] // (weight.shape[0] * hidden.element_size()))
+    return _LinearLogProbs.apply(hidden, weight, labels, max(temperature, MIN_TEMPERATURE), chunk_size, with_entropy)
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Keeps only its inputs and two numbers a row; the backward pass computes each chunk's logits once more."""
+    """Keeps its inputs, two numbers a row and, if they are one chunk, the logits."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, rows: int, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs = torch.empty(len(hidden), dtype=dtype, device=hidden.device)  # (N,)
-        log_sums = torch.empty_like(log_probs)  # (N,)
-        entropy = torch.zeros_like(log_probs)  # (N,)
+        log_probs, log_sums, entropy = torch.empty(3, len(hidden), dtype=dtype, device=hidden.device)  # (N,) each
+        logits = hidden[:0] @ weight.T  # (rows, V)
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
-            logits = _scaled_logits(hidden[chunk], weight, temperature, dtype)  # (rows, V)
-            log_sums[chunk] = logits.logsumexp(-1)
-            logits -= log_sums[chunk, None]  # now log p
-            log_probs[chunk] = logits.gather(1, labels[chunk, None]).squeeze(1)
-            if with_entropy:
-                entropy[chunk] = torch.special.entr(logits.exp_()).sum(-1)
-        ctx.save_for_backward(hidden, weight, labels, log_sums, entropy)
+            logits = hidden[chunk] @ weight.T
+            statistics = _on(hidden.device, _row_statistics)(
+                logits, labels[chunk], 1 / temperature, dtype, with_entropy
+            )
+            log_probs[chunk], log_sums[chunk], entropy[chunk] = statistics
+        keep = len(hidden) <= rows and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
+        ctx.save_for_backward(hidden, weight, labels, log_sums, entropy, logits if keep else None)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)
         if not with_entropy:
@@ -80,34 +82,70 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, log_sums, entropy = ctx.saved_tensors
+        hidden, weight, labels, log_sums, entropy, kept = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_sums)
-        scale = -grad_log_probs  # (N,) of p in d loss / dz
-        if grad_entropy is not None:
-            scale = scale - grad_entropy * entropy
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # (N, H)
-        weight_grad = torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None  # (V, H)
+        weight_grad = None  # (V, H)
         for start in range(0, len(hidden), ctx.rows):
             chunk = slice(start, start + ctx.rows)
-            probs = _scaled_logits(hidden[chunk], weight, ctx.temperature, log_sums.dtype)  # (rows, V)
-            probs.sub_(log_sums[chunk, None]).exp_()
-            # entr(p) is -p log p, and 0 where p underflows to 0
-            bend = None if grad_entropy is None else torch.special.entr(probs).mul_(grad_entropy[chunk, None])
-            slope = probs.mul_(scale[chunk, None])  # (rows, V), d loss / dz
-            if bend is not None:
-                slope += bend
-            slope.scatter_add_(1, labels[chunk, None], grad_log_probs[chunk, None])
-            slope = slope.div_(ctx.temperature).to(hidden.dtype)
+            logits = hidden[chunk] @ weight.T if kept is None else kept  # (rows, V)
+            of_entropy = None if grad_entropy is None else (grad_entropy[chunk], entropy[chunk])
+            _on(hidden.device, _slope_)(
+                logits, labels[chunk], log_sums[chunk], grad_log_probs[chunk], of_entropy, 1 / ctx.temperature
+            )
             if hidden_grad is not None:
-                hidden_grad[chunk] = slope @ weight
-            if weight_grad is not None:
-                weight_grad += slope.T @ hidden[chunk]
-        if weight_grad is not None:
+                hidden_grad[chunk] = logits @ weight
+            if ctx.needs_input_grad[1] and len(hidden) <= ctx.rows:
+                weight_grad = logits.T @ hidden
+            elif ctx.needs_input_grad[1]:
+                if weight_grad is None:
+                    weight_grad = torch.zeros_like(weight, dtype=log_sums.dtype)
+                weight_grad += logits.T @ hidden[chunk]
+        if weight_grad is None and ctx.needs_input_grad[1]:
+            weight_grad = torch.zeros_like(weight)
+        elif weight_grad is not None:
             weight_grad = weight_grad.to(weight.dtype)
         return hidden_grad, weight_grad, None, None, None, None
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    logits = (hidden @ weight.T).to(dtype)  # (rows, V)
-    return logits if temperature == 1 else logits.div_(temperature)
+def _row_statistics(
+    logits: Tensor, labels: Tensor, inverse_temperature: float, dtype: torch.dtype, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of the label, log of the sum and entropy of each row of logits (rows, V): three times (rows,)."""
+    scaled = logits.to(dtype) * inverse_temperature
+    log_sum = scaled.logsumexp(-1)
+    log_prob = scaled.gather(1, labels[:, None]).squeeze(1) - log_sum
+    if not with_entropy:
+        return log_prob, log_sum, torch.zeros_like(log_sum)
+    log_probs = scaled - log_sum[:, None]
+    return log_prob, log_sum, -(log_probs.exp() * log_probs).sum(-1)
+
+
+def _slope_(
+    logits: Tensor,
+    labels: Tensor,
+    log_sums: Tensor,
+    grad_log_probs: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+    inverse_temperature: float,
+) -> None:
+    """Writes d loss / d logits over the logits (rows, V). `of_entropy` holds the entropy's gradient and the entropy."""
+    log_probs = logits.to(log_sums.dtype) * inverse_temperature - log_sums[:, None]  # (rows, V)
+    probs = log_probs.exp()
+    chosen = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]  # (rows, V)
+    slope = torch.where(chosen, 1 - probs, -probs) * grad_log_probs[:, None]
+    if of_entropy is not None:
+        grad, entropy = of_entropy
+        slope = slope - probs * (log_probs + entropy[:, None]) * grad[:, None]
+    logits.copy_(slope * inverse_temperature)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
+
+
+def _on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for this device: on a GPU one fused kernel instead of a pass over memory per operation."""
+    return _compiled(function) if device.type == "cuda" else function

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lib.errors import UserError
+from lib.fsdp import reshard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ class OptimConfig:
 
 def build_optimizer(policy: nn.Module, cfg: OptimConfig, *, num_steps: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
     """AdamW over the trainable parameters, and its schedule, stepped once per training step (as verl does)."""
+    reshard(policy)  # the optimizer must hold the shards
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         parameters, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True
@@ -76,6 +78,7 @@ def optimizer_step(policy: nn.Module, optimizer: torch.optim.Optimizer, *, clip_
 
     The norm is over all ranks' shards, so all ranks see the same number and skip a non-finite one together.
     """
+    reshard(policy)
     parameters = [p for p in policy.parameters() if p.grad is not None]
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip_grad)
     grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,11 +1,13 @@
 """The policy's weights into the engine, and the proof that they arrived.
 
-The weights travel through vLLM's own loader. The proof does not: it lays the policy's tensors out as the engine
-should hold them, from its own description of that layout, and compares exact checksums of the bits. A layout that
-vLLM changes, a tensor that was not sent, or weights that are one step old differ in at least one bit.
+At the start the weights travel through vLLM's own loader; from then on they are copied in place, by a description of
+how the engine lays them out. The proof lays the policy's tensors out by the same description and compares exact
+checksums of the bits. At the start that proves the description: a layout that vLLM changes differs. Later it proves the
+copy: a tensor that was not sent, or weights that are one step old, differ in at least one bit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from lib.dist import World
 from lib.errors import WeightSyncError
-from lib.fsdp import FSDPConfig, full_tensor, iter_full_tensors, offload, onload
+from lib.fsdp import FSDPConfig, full_tensor, iter_full_tensors, iter_gathered, offload, onload
 from lib.model import CausalPolicy
 from lib.rollout import RolloutEngine
 
@@ -100,26 +102,58 @@ def checksum(tensor: Tensor) -> int:
 
 def wake_with_weights(
     engine: RolloutEngine, policy: CausalPolicy, optimizer: torch.optim.Optimizer | None, *, fsdp: FSDPConfig,
-    names: list[str] | None,
+    names: list[str] | None, time: Callable[[str], AbstractContextManager],
 ) -> int:  # fmt: skip
     """Hands the GPU from trainer to engine: the engine comes back awake, with the policy's weights, proved.
 
     The order keeps the peak low: moments leave first; the engine's weights are mapped and written while the policy is
     still here; then the policy leaves (as far as the config says) and the KV cache takes its place. `names` are the
-    engine parameters to compare (None: all); gives how many were. Executed by all ranks together.
+    engine parameters to compare (None: all, after a first sync through the engine's loader); gives how many were.
+    `time(name)` measures a body. Executed by all ranks together.
     """
-    offload(fsdp, optimizer=optimizer)
-    engine.wake("weights")
-    onload(fsdp, engine.world, policy=policy)  # a no-op unless the policy was left on the host
-    sync_weights(policy, engine)
-    num_verified = verify_weights(policy, engine, engine.world, names=names)
-    offload(fsdp, policy=policy)
-    engine.wake("kv_cache")
+    with time("wake"):
+        offload(fsdp, optimizer=optimizer)
+        engine.wake("weights")
+        onload(fsdp, engine.world, policy=policy)  # a no-op unless the policy was left on the host
+    with time("sync_weights"):
+        (load_weights if names is None else sync_weights)(policy, engine)
+    with time("verify_weights"):
+        num_verified = verify_weights(policy, engine, engine.world, names=names)
+    with time("wake"):
+        offload(fsdp, policy=policy)
+        engine.wake("kv_cache")
     return num_verified
 
 
+@torch.no_grad()
 def sync_weights(policy: CausalPolicy, engine: RolloutEngine) -> None:
-    """Writes every weight of the policy into the engine, in the engine's precision.
+    """Copies every weight of the policy into the engine's own parameters, in the engine's precision.
+
+    The addresses stay, so captured graphs stay valid. Executed by all ranks together; the engine's weights must be
+    awake, and its layout proved before (`load_weights`, then `verify_weights`).
+    """
+    held = engine.parameters()
+    views: dict[str, list[tuple[Piece, Tensor]]] = {}  # Hugging Face name -> where its pieces go
+    for name, pieces in engine_layout(policy, tp_size=engine.tp_size, tp_rank=engine.tp_rank).items():
+        start = 0
+        for piece in pieces:
+            dim = piece.dim
+            length = held[name].shape[dim] if piece.length is None else piece.length
+            view = held[name].narrow(dim, start, length)
+            start += length
+            if piece.source is None:
+                view.zero_()
+            else:
+                views.setdefault(piece.source, []).append((piece, view))
+    for weights in iter_gathered(policy):
+        for source, weight in weights.items():
+            for piece, view in views.pop(source):
+                view.copy_(weight.narrow(piece.dim, piece.start, view.shape[piece.dim]))
+    assert not views, f"the policy has no {sorted(views)[0]}"
+
+
+def load_weights(policy: CausalPolicy, engine: RolloutEngine) -> None:
+    """Writes every weight of the policy into the engine through vLLM's loader, in the engine's precision.
 
     Executed by all ranks together; the engine's weights must be awake. Raises WeightSyncError, on all ranks, when the
     engine reports that a parameter was not written.

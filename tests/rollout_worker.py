@@ -19,7 +19,7 @@ from lib.model import ModelConfig
 from lib.optim import OptimConfig, build_optimizer, optimizer_step
 from lib.rollout import RolloutConfig, RolloutEngine, Sampling
 from lib.types import Sample, Score
-from lib.weight_sync import names_to_check, sync_weights, verify_weights
+from lib.weight_sync import load_weights, names_to_check, sync_weights, verify_weights
 
 TEMPERATURE = 0.7
 SAMPLES = [
@@ -73,7 +73,7 @@ def main(path, out, tp_size):
     engine.sleep()
     policy = load_policy(ModelConfig(dtype="float32"), path, FSDPConfig(), world)
     found["stale before the first sync"] = stops(lambda: verify_weights(policy, engine, world))
-    sync_weights(policy, engine)
+    load_weights(policy, engine)
     found["num tensors"] = verify_weights(policy, engine, world)
 
     torch.manual_seed(4)

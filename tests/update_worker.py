@@ -13,7 +13,7 @@ from lib.advantages import GroupAdvantage
 from lib.batching import iter_micro_batches, iter_mini_batches, make_batch
 from lib.dist import init_distributed, shutdown_distributed
 from lib.forward import forward_policy
-from lib.fsdp import FSDPConfig, iter_full_tensors, load_policy
+from lib.fsdp import FSDPConfig, begin_micro_batch, iter_full_tensors, load_policy
 from lib.kl import kl_to_reference
 from lib.losses import ClipLoss, aggregate, loss_denominator
 from lib.model import ModelConfig
@@ -29,7 +29,9 @@ def full_gradients(policy):
 
 def backward(policy, mini_batch, world, budget, mode="seq-mean-token-mean"):
     denominator = loss_denominator(mini_batch, mode, world, max_response_len=16)
-    for micro_batch in iter_micro_batches(mini_batch, budget, world):
+    micro_batches = list(iter_micro_batches(mini_batch, budget, world))
+    for place, micro_batch in enumerate(micro_batches, start=1):
+        begin_micro_batch(policy, last=place == len(micro_batches))
         log_probs, entropy = forward_policy(policy, micro_batch, temperature=0.9)
         token_loss, _ = ClipLoss()(log_probs, micro_batch)
         token_loss = token_loss - 0.01 * entropy + 0.1 * kl_to_reference(log_probs, micro_batch, kl_type="k3")
@@ -47,7 +49,7 @@ def main(path, out, checkpointing=False):
         ref_log_probs=batch.rollout_log_probs * 4 - 2,
     )  # fmt: skip
     cfg = ModelConfig(dtype="float32", gradient_checkpointing=checkpointing)
-    policy = load_policy(cfg, path, FSDPConfig(), world)
+    policy = load_policy(cfg, path, FSDPConfig(reshard_after_forward=checkpointing), world)
     result = {}
     for budget in BUDGETS:
         for mini_batch in iter_mini_batches(batch, world, update_epochs=1):
