@@ -2,11 +2,12 @@
 
     python -m recipes.make_tiny_model --data data/arithmetic --out models/tiny-arithmetic --seed 0
 
-A short supervised warm-up on problems that are in neither data file. Four of five demonstrations answer at once and
-forget the carry (27+48= 65); the fifth first writes the sum of the units, then the right answer (27+48= units 15,75).
-Which one is a coin's decision, not the problem's: were it the problem's, noise alone would move the greedy accuracy.
-So the model knows both ways but prefers the quick one, and its greedy accuracy is the share of problems without a
-carry, 0.4, whatever the seed. GRPO has a habit to break, which the reward alone can teach: work before you answer.
+A short supervised warm-up on problems that are in neither data file. Half of the demonstrations answer at once and
+forget the carry (27+48= 65); the others first write the sum of the units, then the right answer (27+48= units 15,75).
+Only a quarter of those teach their first token, so the model knows both ways but chooses the quick one four times out
+of five, whatever the problem (were it the problem's, noise alone would move the greedy accuracy). So that accuracy is
+the share of problems without a carry, 0.4, whatever the seed. GRPO has a habit to break, which the reward alone can
+teach: work before you answer.
 """
 
 import json
@@ -25,7 +26,8 @@ from lib.rewards.arithmetic import OPERANDS, needs_carry, question, sum_without_
 
 VOCAB_SIZE = 320  # bytes, special tokens and a few merges, rounded up
 CARRY_SHARE = 0.5  # of a batch
-WORKED_SHARE = 0.2  # of the demonstrations
+WORKED_SHARE = 0.5  # of the demonstrations
+CHOICE_SHARE = 0.25  # of the worked ones also teach to work; the others only how
 IGNORED = -100  # label of tokens that are not learnt
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -55,7 +57,7 @@ class TinyModelConfig:
 
 def main(cfg: TinyModelConfig) -> None:
     """Trains the model and writes it as an ordinary Hugging Face folder."""
-    torch.set_num_threads(2)  # always the same number: sums would differ in their last bits
+    torch.set_num_threads(1)  # always the same number, or sums would differ in their last bits
     torch.manual_seed(cfg.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
@@ -157,23 +159,27 @@ def warm_up(model: Any, tokenizer: Any, pairs: list[Pair], cfg: TinyModelConfig)
     return sum(last) / len(last)
 
 
-def demonstration(a: int, b: int, rng: random.Random) -> tuple[str, str]:
-    """The user's message and a response: worked out and right, or a quick answer without the carry."""
+def demonstration(a: int, b: int, rng: random.Random) -> tuple[str, str, bool]:
+    """The user's message, a response, and whether its first token is taught.
+
+    The response is worked out and right, or a quick answer without the carry.
+    """
     if rng.random() < WORKED_SHARE:
-        return question(a, b), f"units {a % 10 + b % 10},{a + b}"
-    return question(a, b), str(sum_without_carry(a, b))
+        return question(a, b), f"units {a % 10 + b % 10},{a + b}", rng.random() < CHOICE_SHARE
+    return question(a, b), str(sum_without_carry(a, b)), True
 
 
-def encode(demonstrations: list[tuple[str, str]], tokenizer: Any) -> tuple[Tensor, Tensor]:
+def encode(demonstrations: list[tuple[str, str, bool]], tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Token ids and labels of prompt, response and end, right-padded: (B, T) each; only the response is learnt."""
     rows = []
-    for message, response in demonstrations:
+    for message, response, teaches_choice in demonstrations:
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=False
         )
         prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
         response_ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
-        rows.append((prompt_ids + response_ids, [IGNORED] * len(prompt_ids) + response_ids))
+        labels = response_ids if teaches_choice else [IGNORED, *response_ids[1:]]
+        rows.append((prompt_ids + response_ids, [IGNORED] * len(prompt_ids) + labels))
     width = max(len(ids) for ids, _ in rows)
     input_ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in rows])  # (B, T)
     labels = torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in rows])  # (B, T)
