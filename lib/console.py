@@ -117,9 +117,14 @@ class StartupTimer:
         yield
         self._phases.append((name, time.monotonic() - start))
 
+    @property
+    def total(self) -> float:
+        """Seconds since the launch."""
+        return time.monotonic() - self._launched
+
     def table(self) -> str:
         """The phases and their seconds, ending in `launch -> first step: X s`. Call it when the first step begins."""
-        total = time.monotonic() - self._launched
+        total = self.total
         phases = [*self._phases, ("other", total - sum(seconds for _, seconds in self._phases))]
         rows = [(name, f"{seconds:.1f}") for name, seconds in phases]
         return f"{format_table(('start-up', 'seconds'), rows)}\n  launch -> first step: {total:.1f} s"

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,8 +91,10 @@ def env_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+@cache
 def init_distributed() -> World:
-    """Joins the process group that torchrun described; without torchrun, a group of one rank.
+    """Joins the process group that torchrun described; without torchrun, a group of one rank. Once: later calls give
+    the same World.
 
     Raises LaunchError when the environment contradicts itself or the ranks cannot meet, UserError when there are more
     ranks than GPUs.
@@ -122,6 +125,7 @@ def shutdown_distributed() -> None:
     """Leaves the process group."""
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
+        init_distributed.cache_clear()
 
 
 def _read_launch_environment() -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ import gc
 import hashlib
 import os
 import random
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -265,6 +266,24 @@ class RolloutEngine:
                     if output.finished:
                         yield _to_rollouts(output, pending.pop(output.request_id), sampling)
         assert not pending, f"{len(pending)} requests ended without an output"
+
+    def generate_raw(self, samples: list[Sample], sampling: Sampling) -> float:
+        """Seconds of vLLM's own `LLM.generate` on the same requests, with nothing of ours around it: the yardstick."""
+        self._llm.reset_prefix_cache()
+        params = [self._sampling_params(sampling, sample, "train") for sample in samples]
+        prompts = [{"prompt_token_ids": sample.prompt_ids} for sample in samples]
+        with restored_host_state():
+            gc.collect()
+            gc.disable()
+            start = time.perf_counter()
+            self._llm.generate(prompts, params, use_tqdm=False)
+            return time.perf_counter() - start
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens that the engine's KV cache holds on this rank."""
+        config = self._engine.vllm_config.cache_config
+        return config.num_gpu_blocks * config.block_size
 
     def _sampling_params(self, sampling: Sampling, sample: Sample, stream: str) -> Any:
         from vllm import SamplingParams

@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 import tyro
 
-SHAPES = {  # hidden, intermediate, layers, heads, tied; key-value heads 8, head size 128, vocabulary 151,936 in all
-    "0.6b": (1024, 3072, 28, 16, True),
-    "1.7b": (2048, 6144, 28, 16, True),
-    "4b": (2560, 9728, 36, 32, True),
-    "8b": (4096, 12288, 36, 32, False),
+SHAPES = {  # vocabulary, hidden, intermediate, layers, heads, tied; key-value heads 8, head size 128 in all
+    "tiny": (4096, 128, 256, 2, 8, True),
+    "0.6b": (151936, 1024, 3072, 28, 16, True),
+    "1.7b": (151936, 2048, 6144, 28, 16, True),
+    "4b": (151936, 2560, 9728, 36, 32, True),
+    "8b": (151936, 4096, 12288, 36, 32, False),
 }
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -29,12 +30,14 @@ CHAT_TEMPLATE = (
 class RandomModelConfig:
     """What to write, and where."""
 
-    shape: Literal["0.6b", "1.7b", "4b", "8b"] = "0.6b"
-    """Which Qwen3 model's shape."""
+    shape: Literal["tiny", "0.6b", "1.7b", "4b", "8b"] = "0.6b"
+    """Which Qwen3 model's shape (tiny: none's, for a CPU)."""
     texts: str = "data/gsm8k/train.parquet"
     """Parquet file whose prompts train the tokenizer."""
     out: str = "models/random-0.6b"
     """Folder to write."""
+    mean_len: int = 0
+    """Mean response length to aim at, in tokens: so many ids end a response that lengths are geometric; 0: one id."""
     seed: int = 0
     """Seed of the weights."""
 
@@ -42,14 +45,20 @@ class RandomModelConfig:
 def main(cfg: RandomModelConfig) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
-    hidden, intermediate, layers, heads, tied = SHAPES[cfg.shape]
+    logging.disable_progress_bar()
+
+    vocabulary, hidden, intermediate, layers, heads, tied = SHAPES[cfg.shape]
     config = Qwen3Config(
-        vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=tied,
         max_position_embeddings=40960, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )  # fmt: skip
-    tokenizer = train_tokenizer(cfg.texts)
+    tokenizer = train_tokenizer(cfg.texts, min(16384, vocabulary))
+    # Random weights choose every id about as often, so the share of the ids that end a response is the chance to end.
+    num_ends = round(vocabulary / cfg.mean_len) if cfg.mean_len else 1
+    ends = [tokenizer.eos_token_id, *range(len(tokenizer) - num_ends + 1, len(tokenizer))]
     config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
     torch.manual_seed(cfg.seed)
@@ -57,11 +66,11 @@ def main(cfg: RandomModelConfig) -> None:
         model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
     model.to("cpu").save_pretrained(cfg.out)
     tokenizer.save_pretrained(cfg.out)
-    (Path(cfg.out) / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
+    (Path(cfg.out) / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     print(f"{cfg.out}: {sum(p.numel() for p in model.parameters()) / 1e9:.2f} B parameters, {len(tokenizer)} tokens")
 
 
-def train_tokenizer(parquet: str) -> Any:
+def train_tokenizer(parquet: str, vocabulary: int) -> Any:
     """A byte-level BPE tokenizer with a chat template, trained on the prompts of a parquet file."""
     import pyarrow.parquet
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -72,7 +81,7 @@ def train_tokenizer(parquet: str) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=16384, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        vocab_size=vocabulary, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
     )  # fmt: skip
     tokenizer.train_from_iterator((message["content"] for prompt in prompts for message in prompt), trainer)
