@@ -358,6 +358,15 @@ def test_debug_shows_the_traceback_too(good):
     assert done.stderr.splitlines()[-1].startswith("error[2] no such file")
 
 
+def test_a_working_directory_that_is_gone_is_told_before_torch_ends_the_process(tmp_path):
+    (tmp_path / "gone").mkdir()
+    script = f'cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && exec "$@"'
+    words = ["sh", "-c", script, "-", sys.executable, str(ROOT / "train_grpo.py"), "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error[2] no working directory; ") and len(done.stderr.splitlines()) == 1
+
+
 # ---- Values: no process is needed ----
 
 
