@@ -122,7 +122,7 @@ def check_reward(cfg: RewardConfig, data_sources: Set[str], rows: Sequence[Mappi
             scorer.submit(rollout, response)
         trials = scorer.collect()
         if scorer.start_error is not None:
-            raise RewardError(scorer.start_error)
+            raise (RewardError if cfg.path else UserError)(scorer.start_error)  # built in: a flag or a package
         notes = scorer.warnings
     for trial, response in zip(trials, TRIAL_RESPONSES, strict=False):
         if trial.score.error is not None:
