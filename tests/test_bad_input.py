@@ -287,7 +287,9 @@ CASES = {
         ACCEPTED,
     ),
     "P20-overlap": Case(
-        flags("--data.val-files", "train.parquet"), ("20 of the 20 validation prompts also occur",), ACCEPTED
+        flags("--data.val-files", "train.parquet"),
+        ("train.parquet is given both for training and for validation", "20 of the 20 validation prompts also occur"),
+        ACCEPTED,
     ),
     "M15-union": Case(
         model(lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": [5, 0]}') and None),
