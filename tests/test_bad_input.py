@@ -247,6 +247,11 @@ CASES = {
     "R2-name-alone": Case(flags("--reward.path", None, "--reward.name", "f"), ("--reward.path", "--reward.name f")),
     "R3": Case(reward("import no_such_package\n"), ("does not import", "no_such_package"), 4),
     "R5": Case(reward(HEAD + "return 1 / 0\n"), ("row 0", "ZeroDivisionError", "reward.py:2"), 4),
+    "R5-validation": Case(
+        reward(HEAD + "return 1 / (extra_info['index'] - 100 or not solution_str)\n"),
+        ("val.parquet row 0", "The answer is 0.", "ZeroDivisionError"),
+        4,
+    ),
     "R7-text": Case(reward(HEAD + "return 'good'\n"), ("'good' (str)", "a finite number"), 4),
     "R7-nan": Case(reward(HEAD + "return float('nan')\n"), ("nan (float)", "a finite number"), 4),
     "R9-import": Case(reward("import os\nos._exit(3)\n"), ("exited with code 3", "reward.py"), 4),
