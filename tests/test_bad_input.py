@@ -168,6 +168,12 @@ def odd_paths(folder: Path) -> dict:
     }
 
 
+def prompts_of_another_node(folder: Path) -> dict:
+    (folder / "node1").mkdir()
+    make_questions(folder / "node1" / "train.parquet", count=20, start=1)
+    return {"--data.train-files": "~/train.parquet"}
+
+
 def first(row: dict) -> dict:
     return row["prompt"][0]
 
@@ -467,6 +473,10 @@ def on_rank(folder: Path, rank: int, action: str) -> str:
         pytest.param(
             flags("--data.val-files", "~/val.parquet"), 2, ("no such file", "~/val.parquet", "on rank 1"),
             (1, "os.environ['HOME'] = '/proc'"), id="L6-one-rank-lacks-a-file",
+        ),
+        pytest.param(
+            prompts_of_another_node, 2, ("different prompts", "found fingerprints"),
+            (1, "os.environ['HOME'] += '/node1'"), id="L6-other-prompts-on-one-rank",
         ),
         pytest.param(older_run('{"state": "finished", "step": 9}'), 2, ("finished at step 9",), None, id="C13"),
     ],
