@@ -190,9 +190,10 @@ def check_input(cfg: GRPOConfig, world: World) -> tuple[DataFiles, ModelFiles]:
 
 
 def try_reward(cfg: GRPOConfig, train: Rows, val: Rows) -> str:
-    """A line about the reward function, which can score the first rows and knows every data source in use."""
+    """A line about the reward function, which can score first rows of both splits and knows every data source."""
     data_sources = train.data_sources(cfg.data.train_max_samples) | val.data_sources(cfg.data.val_max_samples)
-    return check_reward(cfg.reward, data_sources, [train[row] for row in range(min(2, len(train)))])
+    trials = [(train, row) for row in range(min(2, len(train)))] + [(val, 0)] * min(1, len(val))
+    return check_reward(cfg.reward, data_sources, {rows.where(row): rows[row] for rows, row in trials})
 
 
 def load_prompts(

@@ -1,8 +1,9 @@
 """From the command line to a frozen config, from a config to JSON, and the batch sizes in words.
 
 A config is a frozen, keyword-only dataclass made of other such dataclasses; the docstring under a field is its --help
-text. Recipes and scripts call `main(parse_cli(config))`; `main` runs its body inside `reporting_errors`. An option
-given twice takes its last value, so a shell script may end in "$@". There are no config files: a recipe is Python.
+text. Recipes and scripts call `main(parse_cli(config))`; `main` runs its body inside `reporting_errors`, and a config
+that a recipe gets wrong at import ends alike. An option given twice takes its last value, so a shell script may end in
+"$@". There are no config files: a recipe is Python.
 """
 
 import copy
@@ -72,8 +73,12 @@ def plug_in(table: Mapping[str, Callable[[], Any]], name: str) -> Any:
 def parse_cli(default: T, argv: Sequence[str] | None = None) -> T:
     """The config `default` with the command line's values; on bad input prints one line and exits with code 2."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    with reporting_errors(debug=any(word.lower() in ("--debug", "--debug=true") for word in argv)):
+    with reporting_errors(debug=_wants_debug(argv)):
         return parse_args(default, argv)
+
+
+def _wants_debug(argv: Sequence[str]) -> bool:
+    return any(word.lower() in ("--debug", "--debug=true") for word in argv)
 
 
 def parse_args(default: T, argv: Sequence[str]) -> T:
@@ -304,6 +309,17 @@ def reporting_errors(*, debug: bool = False) -> Iterator[None]:
     finally:
         if terminal is not sys.stderr:
             terminal.close()
+
+
+def _end_by_the_contract(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """For `sys.excepthook`: a LockstepError outside `reporting_errors`, as a recipe's config raises it at import."""
+    if isinstance(error, LockstepError) and not hasattr(sys, "ps1"):  # at a prompt, Python must not end
+        with reporting_errors(debug=_wants_debug(sys.argv)):
+            raise error
+    sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _end_by_the_contract
 
 
 def _copy_of_stderr() -> TextIO:

@@ -99,13 +99,13 @@ def check_data_files(cfg: DataConfig) -> DataFiles:
     Needs neither transformers nor a tokenizer. With a custom dataset class, finds the files and the class, runs no
     code of it.
     """
+    train_paths = _different_files(cfg.train_files, "--data.train-files")
+    val_paths = _different_files(cfg.val_files, "--data.val-files")
+    warnings = [f"{path} is given both for training and for validation" for path in sorted(train_paths & val_paths)]
     if cfg.dataset_path is not None:
         check_dataset_class(cfg.dataset_path, cfg.dataset_name)
-        for flag, names in (("--data.train-files", cfg.train_files), ("--data.val-files", cfg.val_files)):
-            for name in names:
-                resolve_file(name, flag)
         no_rows, _ = read_rows((), "--data.val-files")
-        return DataFiles(train=None, val=None if cfg.val_files else no_rows, warnings=())
+        return DataFiles(train=None, val=None if cfg.val_files else no_rows, warnings=tuple(warnings))
     if not cfg.train_files:
         raise UserError("no training data; --data.train-files; found no file, expected at least 1; give parquet files")
     train, train_warnings = read_rows(cfg.train_files, "--data.train-files", prompt_key=cfg.prompt_key)
@@ -113,11 +113,24 @@ def check_data_files(cfg: DataConfig) -> DataFiles:
     check_answer_kinds(train, "--data.train-files")
     check_answer_kinds(val, "--data.val-files")
     _check_answers_agree(train, val)
-    warnings = [*train_warnings, *val_warnings]
+    warnings += [*train_warnings, *val_warnings]
     overlap = count_overlap(train, val)
     if overlap:
         warnings.append(f"{overlap} of the {len(val)} validation prompts also occur in the training data")
     return DataFiles(train=train, val=val, warnings=tuple(warnings))
+
+
+def _different_files(names: tuple[str, ...], flag: str) -> set[Path]:
+    """The resolved paths of these files. Raises UserError when one is given twice: its rows would count double."""
+    found: dict[Path, str] = {}
+    for name in names:
+        path = resolve_file(name, flag).resolve()
+        if path in found:
+            raise UserError(
+                f"a file is given twice; {flag}; found {found[path]} and {name}, expected each file once; leave one out"
+            )
+        found[path] = name
+    return set(found)
 
 
 def _check_answers_agree(train: Rows, val: Rows) -> None:

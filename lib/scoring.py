@@ -52,7 +52,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BOOT = (
     "import sys; sys.path.insert(0, sys.argv[3]); from lib.rewards.worker import main; main(*map(int, sys.argv[1:3]))"
 )
-TRIAL_RESPONSES = ("", "The answer is 0.")
+TRIAL_RESPONSES = ("", "The answer is 0.", "The answer is 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +99,13 @@ class RewardConfig:
             )
 
 
-def check_reward(cfg: RewardConfig, data_sources: Set[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line for the log: the function, its file and the file's hash, after a trial on the first 2 rows.
+def check_reward(cfg: RewardConfig, data_sources: Set[str], rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line for the log: the function, its file and the file's hash, after a trial on at most 3 rows.
 
-    `rows` are in verl's schema (`data_source`, `reward_model`, `extra_info`). Runs in one worker process, before any
-    model is loaded. Raises UserError for a wrong flag or data source (exit 2) and RewardError for reward code that
-    does not import, lacks the function, or fails on a row (exit 4). Local to the rank: wrap it in `World.agree`.
+    `rows`: where each stands -> the row, in verl's schema (`data_source`, `reward_model`, `extra_info`). Runs in one
+    worker process, before any model is loaded. Raises UserError for a wrong flag or data source (exit 2), RewardError
+    for reward code that does not import, lacks the function, or fails on a row (exit 4). Local to the rank: wrap it in
+    `World.agree`.
     """
     samples = [
         Sample(
@@ -114,7 +115,7 @@ def check_reward(cfg: RewardConfig, data_sources: Set[str], rows: Sequence[Mappi
             ground_truth=row["reward_model"]["ground_truth"],
             extra_info=row["extra_info"],
         )
-        for i, row in enumerate(rows[: len(TRIAL_RESPONSES)])
+        for i, row in enumerate(rows.values())
     ]
     with closing(Scorer(replace(cfg, num_workers=1), data_sources)) as scorer:
         for sample, response in zip(samples, TRIAL_RESPONSES, strict=False):
@@ -122,13 +123,13 @@ def check_reward(cfg: RewardConfig, data_sources: Set[str], rows: Sequence[Mappi
             scorer.submit(rollout, response)
         trials = scorer.collect()
         if scorer.start_error is not None:
-            raise RewardError(scorer.start_error)
+            raise (RewardError if cfg.path else UserError)(scorer.start_error)  # built in: a flag or a package
         notes = scorer.warnings
-    for trial, response in zip(trials, TRIAL_RESPONSES, strict=False):
+    for where, trial, response in zip(rows, trials, TRIAL_RESPONSES, strict=False):
         if trial.score.error is not None:
             raise RewardError(
-                f"the reward function failed on a trial; {_describe_source(cfg, {trial.sample.data_source})}; row "
-                f"{trial.sample.uid} (ground truth {trial.sample.ground_truth!r:.80}) with the response {response!r}: "
+                f"the reward function failed on a trial; {_describe_source(cfg, {trial.sample.data_source})}; "
+                f"{where} (ground truth {trial.sample.ground_truth!r:.80}) with the response {response!r}: "
                 f"{trial.score.error}; expected a finite number, a dict with the key 'score', or None (leave out); "
                 "mend the function: a response can be any text, also none"
             )

@@ -184,7 +184,7 @@ class Run:
         self.state = "finished"
 
     def fail(self, error: BaseException) -> None:
-        """Writes the state "failed" (or "stopped" on Ctrl-C) with the error's line, and restores the terminal.
+        """Writes the state "failed" (or "stopped" on Ctrl-C) with the first error's line, and restores the terminal.
 
         The caller prints a LockstepError. Of a bug, the rank and its log are said here and the traceback goes to the
         log; raised further, it reaches the terminal too. Holds no collective: it may be called by one rank alone.
@@ -197,8 +197,8 @@ class Run:
                 line = " ".join(f"error[1] {type(error).__name__}: {error}".split()) + f"; on rank {self.world.rank}"
                 print(_redact("".join(traceback.format_exception(error)), _secrets()), file=self._log)
             with suppress(OSError):  # a full disk must not hide the error that is being reported
-                if self.world.rank == 0 or not isinstance(error, LockstepError):
-                    self._write_status(error=line)
+                if json.loads((self.dir / "status.json").read_text(encoding="utf-8"))["state"] == "running":
+                    self._write_status(error=line)  # once a rank has failed, others only lose their peer
                 self._close()
             if not isinstance(error, LockstepError | KeyboardInterrupt):
                 text = f"{_redact(line, _secrets())}; what the libraries said is in {self.log_file}\n"

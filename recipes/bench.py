@@ -416,7 +416,9 @@ def report(values: dict[str, float | None], rows: Sequence[dict[str, Any]], cfg:
     shown = {name: "-" if value is None else f"{value:,.4g}" for name, value in values.items()}
     print(format_table(("figure", cfg.workload), list(shown.items())))
     where = {"workload": cfg.workload, "num_gpus": world.size, "torch": torch.__version__}
-    line = json.dumps(where | {name: value if value is None else float(f"{value:.5g}") for name, value in values.items()})
+    line = json.dumps(
+        where | {name: value if value is None else float(f"{value:.5g}") for name, value in values.items()}
+    )
     print(line)
     if cfg.out:
         Path(cfg.out).write_text(line + "\n")

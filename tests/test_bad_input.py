@@ -168,6 +168,12 @@ def odd_paths(folder: Path) -> dict:
     }
 
 
+def prompts_of_another_node(folder: Path) -> dict:
+    (folder / "node1").mkdir()
+    make_questions(folder / "node1" / "train.parquet", count=20, start=1)
+    return {"--data.train-files": "~/train.parquet"}
+
+
 def first(row: dict) -> dict:
     return row["prompt"][0]
 
@@ -247,6 +253,11 @@ CASES = {
     "R2-name-alone": Case(flags("--reward.path", None, "--reward.name", "f"), ("--reward.path", "--reward.name f")),
     "R3": Case(reward("import no_such_package\n"), ("does not import", "no_such_package"), 4),
     "R5": Case(reward(HEAD + "return 1 / 0\n"), ("row 0", "ZeroDivisionError", "reward.py:2"), 4),
+    "R5-validation": Case(
+        reward(HEAD + "return 1 / (extra_info['index'] - 100 or not solution_str)\n"),
+        ("val.parquet row 0", "The answer is 0.", "ZeroDivisionError"),
+        4,
+    ),
     "R7-text": Case(reward(HEAD + "return 'good'\n"), ("'good' (str)", "a finite number"), 4),
     "R7-nan": Case(reward(HEAD + "return float('nan')\n"), ("nan (float)", "a finite number"), 4),
     "R9-import": Case(reward("import os\nos._exit(3)\n"), ("exited with code 3", "reward.py"), 4),
@@ -287,7 +298,9 @@ CASES = {
         ACCEPTED,
     ),
     "P20-overlap": Case(
-        flags("--data.val-files", "train.parquet"), ("20 of the 20 validation prompts also occur",), ACCEPTED
+        flags("--data.val-files", "train.parquet"),
+        ("train.parquet is given both for training and for validation", "20 of the 20 validation prompts also occur"),
+        ACCEPTED,
     ),
     "M15-union": Case(
         model(lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": [5, 0]}') and None),
@@ -356,6 +369,15 @@ def test_debug_shows_the_traceback_too(good):
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "Traceback" in done.stderr and "resolve_file" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error[2] no such file")
+
+
+def test_a_working_directory_that_is_gone_is_told_before_torch_ends_the_process(tmp_path):
+    (tmp_path / "gone").mkdir()
+    script = f'cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && exec "$@"'
+    words = ["sh", "-c", script, "-", sys.executable, str(ROOT / "train_grpo.py"), "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error[2] no working directory; ") and len(done.stderr.splitlines()) == 1
 
 
 # ---- Values: no process is needed ----
@@ -452,6 +474,10 @@ def on_rank(folder: Path, rank: int, action: str) -> str:
             flags("--data.val-files", "~/val.parquet"), 2, ("no such file", "~/val.parquet", "on rank 1"),
             (1, "os.environ['HOME'] = '/proc'"), id="L6-one-rank-lacks-a-file",
         ),
+        pytest.param(
+            prompts_of_another_node, 2, ("different prompts", "found fingerprints"),
+            (1, "os.environ['HOME'] += '/node1'"), id="L6-other-prompts-on-one-rank",
+        ),
         pytest.param(older_run('{"state": "finished", "step": 9}'), 2, ("finished at step 9",), None, id="C13"),
     ],
 )  # fmt: skip
@@ -469,3 +495,11 @@ def test_all_ranks_end_together_with_the_code_and_one_of_them_tells_why(
     assert all(part in line for part in parts), line
     assert str(ROOT / "lib") not in done.stderr.replace(line, "") and done.stdout == "", done.stderr
     assert not (folder / "run").exists() or list((folder / "run").iterdir()) == [folder / "run" / "status.json"]
+
+
+def test_a_config_that_a_recipe_gets_wrong_ends_like_a_wrong_option(tmp_path):
+    (tmp_path / "wrong_recipe.py").write_text("from train_grpo import GRPOConfig\nGRPOConfig(prompts_per_step=0)\n")
+    done = torchrun(2, "-m", "wrong_recipe", PYTHONPATH=str(tmp_path))
+    assert re.findall(r"exitcode  : (-?\d+)", done.stderr) == ["2", "2"], done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert line.startswith("error[2] --prompts-per-step is out of range") and "wrong_recipe.py" not in done.stderr

@@ -130,6 +130,23 @@ def test_overlap_of_train_and_validation_is_a_warning_with_its_count(tmp_path):
     assert warning.startswith("2 of the 3 validation prompts")
 
 
+def test_a_file_given_twice_is_refused_under_any_spelling(tmp_path):
+    (path,) = write(tmp_path / "t.parquet", [row("a")])
+    (tmp_path / "link.parquet").symlink_to(path)
+    for again in (path, f"{tmp_path}/../{tmp_path.name}/t.parquet", str(tmp_path / "link.parquet")):
+        for flag, files in (("train", {}), ("val", {"train_files": write(tmp_path / "other.parquet", [row("b")])})):
+            cfg = DataConfig(**files, **{f"{flag}_files": (path, again)})
+            refusal(lambda cfg=cfg: check_data_files(cfg), "given twice", f"--data.{flag}-files", path, again)
+
+
+def test_a_file_for_both_splits_is_a_warning_also_with_a_dataset_class(tmp_path):
+    cfg = custom(tmp_path, DATASET)
+    both = DataConfig(**{**vars(cfg), "val_files": cfg.train_files})
+    assert check_data_files(cfg).warnings == ()
+    (warning,) = check_data_files(both).warnings
+    assert warning == f"{cfg.train_files[0]} is given both for training and for validation"
+
+
 def test_answers_of_two_types_in_train_and_validation_are_refused(tmp_path):
     train = write(tmp_path / "t.parquet", [row("a")])
     val = write(tmp_path / "v.parquet", [row("b", reward_model={"style": "rule", "ground_truth": 3})])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import string
 import subprocess
 import sys
 
@@ -27,6 +28,14 @@ def files(tmp_path_factory):
         "    if extra_info['split'] == 'train' and solution_str not in ('', 'The answer is 0.'):\n"
         "        raise KeyError('no such column')\n"
         "    return 0.0\n"
+    )
+    (folder / "second_validation.py").write_text(
+        "seen = []\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    seen.extend([1] if extra_info['split'] == 'val' else [])\n"
+        "    if len(seen) > 28:\n"
+        "        raise KeyError('no such column')\n"
+        "    return float(len(solution_str))\n"
     )
     return folder
 
@@ -119,3 +128,49 @@ def test_reward_code_that_fails_in_training_stops_with_its_text(files):
     lines = [line for line in done.stderr.splitlines() if line.startswith("error[4]")]
     assert len(lines) == 1 and "KeyError" in lines[0] and "no such column" in lines[0]
     assert json.loads((files / "broken" / "status.json").read_text())["state"] == "failed"
+
+
+@pytest.fixture(scope="module")
+def other_options(files):
+    """Options that the other runs leave alone, and a reward that fails from the second validation on."""
+    words = options(
+        files, "other", "--rollout.stop", *string.ascii_lowercase, "--rollout.log-probs", "False", "--update-epochs",
+        "2", "--model.gradient-checkpointing", "True", "--eval.n", "4", "--eval.temperature", "1.0",
+        "--reward.path", str(files / "second_validation.py"),
+    )  # fmt: skip
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300), files / "other"
+
+
+def test_a_stop_string_ends_a_response(other_options):
+    done, run = other_options
+    rows = [json.loads(line) for line in (run / "samples/step_0.jsonl").read_text().splitlines()]
+    assert len(rows) == 28, done.stdout + done.stderr[-3000:]
+    ended = 0
+    for row in rows:
+        text = row["response"].removesuffix("<|end|>").replace("<|pad|>", "")
+        assert not set(text[:-1]) & set(string.ascii_lowercase), row
+        by_string, by_id = text[-1:].islower() and text[-1:].isascii(), row["response"].endswith("<|end|>")
+        assert row["finish_reason"] == ("stop" if by_string or by_id else "length"), row
+        ended += by_string
+    assert ended > 5
+
+
+def test_several_updates_train_on_their_own_old_log_probs_without_the_engines(other_options):
+    done, run = other_options
+    assert "2 mini-batch(es) of 8 responses x 2 epoch(s) = 4 optimizer step(s)" in done.stdout, done.stderr[-3000:]
+    first, step = read_metrics(run)  # the second step ends before it is logged
+    assert (first["step"], step["step"]) == (0, 1) and step["timing_s/old_log_prob"] > 0
+    assert not [name for name in step if name.startswith("training/rollout_")]
+    assert step["actor/grad_norm"] > 0 and step["actor/skipped_updates"] == 0
+    assert step["actor/ppo_kl"] != 0 and abs(step["actor/ppo_kl"]) < 1  # ratios leave 1 as the updates go on
+
+
+def test_reward_code_that_fails_in_validation_stops_with_its_text(other_options):
+    done, run = other_options
+    assert done.returncode == 4, done.stdout + done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error[4]")]
+    assert "28 of the step's 28 responses" in line and "no such column" in line
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"], status["error"]) == ("failed", 1, line)
+    assert not (run / "samples/step_2.jsonl").exists()

@@ -50,8 +50,9 @@ def score_all(cfg: RewardConfig, texts: list[str], *, log_path: Path | None = No
         return [scored.score for scored in scorer.collect()]
 
 
-def rows(*truths: object, source: str = "mine") -> list[dict]:
-    return [{"data_source": source, "reward_model": {"ground_truth": t}, "extra_info": {}} for t in truths]
+def rows(*truths: object, source: str = "mine") -> dict[str, dict]:
+    row = {"data_source": source, "extra_info": {}}
+    return {f"file row {i}": {**row, "reward_model": {"ground_truth": truth}} for i, truth in enumerate(truths)}
 
 
 # ---- What comes back ----
@@ -456,10 +457,13 @@ def test_broken_reward_code_is_a_reward_error(tmp_path, body, words):
 
 
 def test_kwargs_that_a_built_in_grader_does_not_take_are_refused():
-    with pytest.raises(RewardError, match="unexpected keyword argument 'method'"):
-        check_reward(RewardConfig(kwargs={"method": "flexible"}), {"arithmetic"}, rows("7", source="arithmetic"))
-    with pytest.raises(RewardError, match='expected "strict" or "flexible"'):
-        check_reward(RewardConfig(kwargs={"method": "loose"}), {"openai/gsm8k"}, rows("7", source="openai/gsm8k"))
+    for source, kwargs, reason in (
+        ("arithmetic", {"method": "flexible"}, "found method, expected none"),
+        ("openai/gsm8k", {"mode": 1, "a": 2}, "found a, mode, expected method"),
+        ("openai/gsm8k", {"method": "loose"}, 'expected "strict" or "flexible"'),
+    ):
+        with pytest.raises(UserError, match=reason):
+            check_reward(RewardConfig(kwargs=kwargs), {source}, rows("7", source=source))
 
 
 def test_a_file_may_import_its_neighbours_without_hiding_the_standard_library(tmp_path):

@@ -148,6 +148,25 @@ def test_a_bug_on_one_rank_reaches_the_terminal_with_its_rank_and_log(tmp_path):
     assert status["error"] == "error[1] KeyError: 'no such layer'; on rank 1"
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [("UserError('what; where; found; mend')", "error[2] what; where; found; mend"),
+     ("KeyError('bug')", "error[1] KeyError: 'bug'; on rank 1")],
+)  # fmt: skip
+def test_the_status_holds_the_error_of_the_rank_that_failed_first(tmp_path, error, line):
+    body = f"""
+    world = init_distributed()
+    with Run("r", TrackingConfig(), world, config={{}}, num_steps=2) as run:
+        run.log(1, {{"x": 1.0}})
+        if world.rank == 1:
+            raise {error}
+        world.gather(None)  # rank 0 fails here, because rank 1 has left
+    """
+    codes = [code for code, _, _ in run_script(body, tmp_path, ranks=2)]
+    status = read_json(tmp_path / "r" / "status.json")
+    assert codes == [1, 1] and status == {"state": "failed", "step": 1, "resumable": False, "error": line}
+
+
 def test_an_error_of_the_input_is_left_to_the_entry_point_and_written_to_the_status(tmp_path):
     with pytest.raises(UserError), open_run(tmp_path / "r"):
         raise UserError("what; where;\nfound; mend")

@@ -70,6 +70,11 @@ def test_gradient_is_invariant_to_ranks_token_budget_and_recompute(results, layo
     assert error(found[layout][f"gradient/{budget}"], expected) < 1e-5
 
 
+def test_gradient_checkpointing_computes_every_layer_twice(results):
+    _, found = results
+    assert found[2, True]["num_forwards"] == 2 * found[2, False]["num_forwards"] > 0
+
+
 @pytest.mark.parametrize("layout", [(2, False), (2, True), (3, False)])
 def test_weights_after_optimizer_steps_are_invariant_to_ranks(results, layout):
     _, found = results

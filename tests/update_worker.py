@@ -50,7 +50,12 @@ def main(path, out, checkpointing=False):
     )  # fmt: skip
     cfg = ModelConfig(dtype="float32", gradient_checkpointing=checkpointing)
     policy = load_policy(cfg, path, FSDPConfig(reshard_after_forward=checkpointing), world)
-    result = {}
+    result = {"num_forwards": 0}
+
+    def count(module, arguments):
+        result["num_forwards"] += 1
+
+    policy.layers[0].self_attn.q_proj.register_forward_pre_hook(count)
     for budget in BUDGETS:
         for mini_batch in iter_mini_batches(batch, world, update_epochs=1):
             backward(policy, mini_batch, world, budget)

@@ -161,7 +161,12 @@ def _load_grader(data_source: str, module: str, kwargs: dict[str, Any]) -> Calla
     where = f"data source {data_source}"
     try:
         function = importlib.import_module(module).compute_score
-        _check_signature(function, kwargs, where)
+        known = [name for name in inspect.signature(function).parameters if name not in ARGUMENTS]
+        if unknown := set(kwargs) - set(known):
+            raise StartError(
+                f"the built-in grader {module} does not take these keywords; --reward.kwargs, {where}; found "
+                f"{', '.join(sorted(unknown))}, expected {' or '.join(known) or 'none'}; leave them out"
+            )
         function(data_source=data_source, solution_str="0", ground_truth="0", extra_info={}, **kwargs)
     except StartError:
         raise
