@@ -289,6 +289,7 @@ def train(cfg: GRPOConfig) -> None:
                 str(model_files.folder),
                 dtype=str(cfg.model.compute_dtype(world)).removeprefix("torch."),
                 max_prompt_len=cfg.data.max_prompt_len,
+                responses_per_step=cfg.prompts_per_step * cfg.rollout.n,
                 stop_token_ids=stop_ids,
                 world=world,
                 seed=cfg.seed,

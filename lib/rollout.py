@@ -55,11 +55,11 @@ class RolloutConfig:
     """GPUs that share one copy of the model while sampling; must divide the number of ranks."""
     gpu_memory_utilization: float = 0.5
     """Share of the GPU's total memory for the engine's weights, KV cache and graphs while it is awake."""
-    max_num_seqs: int = 1024
-    """Most responses in flight per replica."""
+    max_num_seqs: int | None = None
+    """Most responses in flight per replica; None: all of a step, 2,048 at most (the KV cache may hold fewer)."""
     max_num_batched_tokens: int = 16384
     """Most tokens that the engine computes at once, prompts and responses together."""
-    max_cudagraph_capture_size: int = 1024
+    max_cudagraph_capture_size: int = 2048
     """Largest batch replayed as a CUDA graph, in sequences; larger ones run slower, capturing takes start-up time."""
     enforce_eager: bool = False
     """Neither compile nor capture graphs in the engine: starts faster, samples slower."""
@@ -71,10 +71,11 @@ class RolloutConfig:
     """KV cache when running on a CPU, in GiB per rank."""
 
     def __post_init__(self) -> None:
-        for name in ("max_response_len", "tensor_model_parallel_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_response_len", "tensor_model_parallel_size", "max_num_batched_tokens"):
             _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
         _require("n", self.n, 1 <= self.n <= MAX_GROUP, f"from 1 to {MAX_GROUP}")
-        _require("max_num_seqs", self.max_num_seqs, self.max_num_seqs <= 2**16, f"at most {2**16}")
+        _require("max_num_seqs", self.max_num_seqs, self.max_num_seqs is None or 1 <= self.max_num_seqs <= 2**16,
+                 f"from 1 to {2**16}")  # fmt: skip
         _require("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_batched_tokens <= 2**22,
                  f"at most {2**22}")  # fmt: skip
         _require("stop", self.stop, all(self.stop), "texts that are not empty")
@@ -93,7 +94,7 @@ class RolloutConfig:
         _require(
             "gpu_memory_utilization", self.gpu_memory_utilization, 0 < self.gpu_memory_utilization < 1, "in (0, 1)"
         )
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise UserError(
                 f"--rollout.max-num-batched-tokens {self.max_num_batched_tokens} is smaller than "
                 f"--rollout.max-num-seqs {self.max_num_seqs}; every running response needs one token of the budget; "
@@ -145,11 +146,12 @@ class RolloutEngine:
     """A vLLM engine in this process. States: asleep -> weights awake -> ready; `generate` needs ready."""
 
     def __init__(
-        self, cfg: RolloutConfig, model_path: str, *, dtype: str, max_prompt_len: int, stop_token_ids: list[int],
-        world: World, seed: int,
+        self, cfg: RolloutConfig, model_path: str, *, dtype: str, max_prompt_len: int, responses_per_step: int,
+        stop_token_ids: list[int], world: World, seed: int,
     ) -> None:  # fmt: skip
         """Builds the engine with dummy weights, on an empty GPU, and puts it to sleep.
 
+        `responses_per_step`, over all replicas, bounds how many are in flight where the config leaves that open.
         Executed by all ranks together: the size of the KV cache is agreed among them. Raises UserError when the GPU
         has less free memory than `gpu_memory_utilization` asks for.
         """
@@ -158,13 +160,16 @@ class RolloutEngine:
         self.tp_rank = world.rank % self.tp_size
         self.replica, self.num_replicas = world.rank // self.tp_size, world.size // self.tp_size
         self.on_gpu = world.device.type == "cuda"
-        self._stop_token_ids = stop_token_ids
+        self._stop_token_ids = _TokenIds(stop_token_ids)
         self._sleeps = cfg.sleep and self.on_gpu
+        self.max_num_seqs = cfg.max_num_seqs or min(
+            2048, cfg.max_num_batched_tokens, -(-responses_per_step // self.num_replicas)
+        )
         world.agree(self._check_free_memory)
         _set_environment(self.on_gpu)
         with restored_host_state():
             try:
-                self._llm = _build(cfg, model_path, dtype, max_prompt_len, self.on_gpu, self._sleeps)
+                self._llm = _build(cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self._sleeps)
             except ValueError as error:  # how vLLM says that its settings fit neither the memory nor the model
                 memory = "gpu_memory_utilization" if self.on_gpu else "cpu_kv_cache_gib"
                 raise UserError(
@@ -260,7 +265,8 @@ class RolloutEngine:
             pending[request] = sample
             params = self._sampling_params(sampling, sample, stream)
             self._engine.add_request(request, {"prompt_token_ids": sample.prompt_ids}, params)
-        with restored_host_state():  # sampling draws from the host's random state even with a seed per request
+        # Sampling draws from the host's random state even with a seed per request.
+        with restored_host_state(), short_cuts(self._engine):
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     if output.finished:
@@ -325,6 +331,20 @@ class RolloutEngine:
             )
 
 
+class _TokenIds(list):
+    """Token ids in which vLLM looks up every sampled token: as fast for hundreds of them as for one."""
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        super().__init__(ids)
+        self._set = frozenset(self)
+
+    def __contains__(self, token_id: object) -> bool:
+        return token_id in self._set
+
+    def __deepcopy__(self, memo: Any) -> "_TokenIds":  # for every request; nobody changes it
+        return self
+
+
 def _to_rollouts(output: Any, sample: Sample, sampling: Sampling) -> list[Rollout]:
     """A finished request as rollouts, in index order."""
     group = []
@@ -346,11 +366,19 @@ def _to_rollouts(output: Any, sample: Sample, sampling: Sampling) -> list[Rollou
 
 
 def _build(
-    cfg: RolloutConfig, model_path: str, dtype: str, max_prompt_len: int, on_gpu: bool, enable_sleep_mode: bool
-) -> Any:
+    cfg: RolloutConfig, model_path: str, dtype: str, max_prompt_len: int, max_num_seqs: int, on_gpu: bool,
+    enable_sleep_mode: bool,
+) -> Any:  # fmt: skip
     from vllm import LLM
 
-    compilation = {"cudagraph_mode": "FULL_AND_PIECEWISE", "max_cudagraph_capture_size": cfg.max_cudagraph_capture_size}
+    # Eight sizes between powers of two: a quarter of vLLM's own list, whose capture is most of its start-up, and at
+    # most an eighth of a batch is padding.
+    largest = min(cfg.max_cudagraph_capture_size, max_num_seqs)
+    sizes = {1, 2, 4, *(2**power * eighth // 8 for power in range(3, 12) for eighth in range(8, 17)), largest}
+    compilation = {
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_capture_sizes": sorted(size for size in sizes if size <= largest),
+    }
     arguments: dict[str, Any] = dict(
         model=model_path,
         load_format="dummy",  # random weights: the first sync writes every one of them, and proves it
@@ -360,7 +388,7 @@ def _build(
         skip_tokenizer_init=not cfg.stop,
         generation_config="vllm",
         max_model_len=max_prompt_len + cfg.max_response_len,
-        max_num_seqs=cfg.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max(cfg.max_num_batched_tokens, 2048),
         enable_prefix_caching=cfg.enable_prefix_caching,
         enforce_eager=cfg.enforce_eager or not on_gpu,
@@ -402,6 +430,60 @@ def _unpacked_cpu_weights() -> Iterator[None]:
         yield
     finally:
         layer_utils.dispatch_cpu_unquantized_gemm = original
+
+
+@contextmanager
+def short_cuts(engine: Any) -> Iterator[None]:
+    """Spares vLLM's scheduler, while it decodes, questions whose answer cannot have changed since the last token.
+
+    With hundreds of sequences in flight the Python of the scheduler, not the GPU, sets the pace (20 to 30 us a token).
+    Per response and token it asks whether a KV block must be added, cached or hashed, which happens once per block,
+    and files four numbers for a log-prob of which one is read. Results are the same, tested against an engine without
+    short cuts. Only for models whose layers all attend to the whole sequence; a no-op for others.
+    """
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.request import Request
+
+    scheduler = engine.engine_core.engine_core.scheduler
+    manager = scheduler.kv_cache_manager
+    groups = manager.kv_cache_config.kv_cache_groups
+    spec = groups[0].kv_cache_spec if len(groups) == 1 else None
+    if type(spec) is not FullAttentionSpec or spec.sliding_window or scheduler.connector is not None:
+        yield
+        return
+    block_size, nothing_new = spec.block_size, manager.empty_kv_cache_blocks
+    allocate, cache, hash_blocks = manager.allocate_slots, manager.cache_blocks, Request.update_block_hashes
+    file_log_probs = LogprobsProcessor._update_sample_logprobs
+
+    def allocate_slots(request: Any, num_new_tokens: int, *, num_lookahead_tokens: int = 0, **others: Any) -> Any:
+        if num_new_tokens == 1 and request.num_computed_tokens % block_size and not others and not num_lookahead_tokens:
+            return nothing_new  # the token's place is in a block that the request already has
+        return allocate(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens, **others)
+
+    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
+        if num_computed_tokens % block_size == 0:  # only full blocks are cached; a call takes all that became full
+            cache(request, num_computed_tokens)
+
+    def update_block_hashes(request: Any) -> None:
+        if request.num_tokens % block_size == 0 or not request.num_output_tokens:
+            hash_blocks(request)
+
+    def update_sample_logprobs(processor: Any, lists: Any) -> None:
+        if processor.num_logprobs == 0 and processor.tokenizer is None:
+            processor.logprobs.logprobs.extend(lists.logprobs[:, 0].tolist())  # all that `_to_rollouts` reads
+        else:
+            file_log_probs(processor, lists)
+
+    try:
+        manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
+        Request.update_block_hashes = update_block_hashes
+        LogprobsProcessor._update_sample_logprobs = update_sample_logprobs
+        yield
+    finally:
+        del manager.allocate_slots, manager.cache_blocks
+        Request.update_block_hashes = hash_blocks
+        LogprobsProcessor._update_sample_logprobs = file_log_probs
 
 
 @contextmanager

@@ -211,7 +211,10 @@ ROLLOUTS = _under(
         "tensor_model_parallel_size": ("--rollout.tensor-model-parallel-size", "default 1 (verl: 2)"),
         "data_parallel_size": ("", "not needed: ranks / tensor-parallel size"),
         "pipeline_model_parallel_size": ("", "pipeline parallelism is not offered"),
-        "max_num_seqs": ("--rollout.max-num-seqs", "responses in flight on an engine; default 1024 (verl: 256)"),
+        "max_num_seqs": (
+            "--rollout.max-num-seqs",
+            "responses in flight on an engine; default: all of a step, 2048 at most (verl: 256)",
+        ),
         "max_num_batched_tokens": (
             "--rollout.max-num-batched-tokens",
             "tokens of an engine step; default 16384 (verl: 8192)",

@@ -10,6 +10,8 @@ import heapq
 import json
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -38,7 +40,6 @@ from lib.rollout import RolloutConfig, RolloutEngine, Sampling
 from lib.scoring import RewardConfig
 from lib.tracking import read_metrics
 from lib.types import Batch, Rollout, Sample
-from recipes import make_random_model
 
 FLOPS = 790e12  # bf16 FLOP/s of large matrix products on an H200, measured; nominal: 989e12
 BYTES = 4.3e12  # byte/s of its memory, measured
@@ -119,8 +120,8 @@ class BenchConfig:
     """GPUs per engine."""
     max_tokens_per_gpu: int | None = None
     """Tokens of a micro-batch; None: the workload's own."""
-    max_num_seqs: int = 1024
-    """Most responses in flight per engine."""
+    max_num_seqs: int | None = None
+    """Most responses in flight per engine; None: all of a step, 2,048 at most."""
     gpu_memory_utilization: float | None = None
     """Share of the GPU for the engine; None: the workload's own."""
     sleep: bool = True
@@ -209,11 +210,11 @@ def write_inputs(workload: Workload, folder: str, *, num_prompts: int) -> None:
         }
 
     write_rows(Path(folder) / "prompts.parquet", [row(index) for index in range(2 * num_prompts)])
-    make_random_model.main(
-        make_random_model.RandomModelConfig(
-            shape=workload.shape, texts=f"{folder}/prompts.parquet", out=f"{folder}/model", mean_len=workload.mean_len
-        )
-    )
+    subprocess.run(
+        [sys.executable, "-m", "recipes.make_random_model", "--shape", workload.shape, "--out", f"{folder}/model",
+         "--texts", f"{folder}/prompts.parquet", "--mean-len", str(workload.mean_len)],
+        check=True,
+    )  # fmt: skip
 
 
 class Probes:
@@ -227,7 +228,7 @@ class Probes:
         self.ours_s: float | None = None
         self.response_lens: list[int] = []
         self.prompt_lens: list[int] = []
-        self.kv_cache_tokens = 0
+        self.kv_cache_tokens = self.max_num_seqs = 0
         self.pool_bytes = 0
 
     @contextmanager
@@ -268,6 +269,7 @@ class Probes:
                     probes.response_lens = [len(rollout.response_ids) for group in groups for rollout in group]
                     probes.prompt_lens = [len(sample.prompt_ids) for sample in samples]
                     probes.kv_cache_tokens, probes.pool_bytes = self.kv_cache_tokens, self.pool_bytes
+                    probes.max_num_seqs = self.max_num_seqs
 
         def forward(policy: Any, micro_batch: Batch, **keywords: Any) -> Any:
             probes.real_tokens += int(micro_batch.total_lens[micro_batch.response_mask.any(1)].sum())
@@ -374,7 +376,7 @@ def rooflines(
     prompts = [length for length in probes.prompt_lens for _ in range(config.rollout.n)]
     lens = probes.response_lens
     mean_len = fmean(prompt + response for prompt, response in zip(prompts, lens, strict=True))
-    in_flight = max(1, min(config.rollout.max_num_seqs, int(probes.kv_cache_tokens / mean_len)))
+    in_flight = max(1, min(probes.max_num_seqs, int(probes.kv_cache_tokens / mean_len)))
 
     running: list[int] = []  # the decode steps at which the running responses end
     waiting, seconds, step, tokens = list(reversed(lens)), 0.0, 0, 0  # tokens: in the running responses so far

@@ -23,9 +23,7 @@ config = GRPOConfig(
         train_files=("data/arithmetic/train.parquet",), val_files=("data/arithmetic/val.parquet",), max_prompt_len=32
     ),
     reward=RewardConfig(num_workers=1),
-    rollout=RolloutConfig(
-        n=8, max_response_len=12, max_num_seqs=256, max_num_batched_tokens=4096, gpu_memory_utilization=0.2
-    ),
+    rollout=RolloutConfig(n=8, max_response_len=12, max_num_batched_tokens=4096, gpu_memory_utilization=0.2),
     prompts_per_step=32,
     mini_batch_size=256,
     max_tokens_per_gpu=8192,

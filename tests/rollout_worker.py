@@ -6,10 +6,12 @@ torchrun --nproc_per_node=N -m tests.rollout_worker MODEL OUT TP_SIZE
 import json
 import random
 import sys
+from contextlib import nullcontext
 
 import numpy
 import torch
 
+import lib.rollout
 from lib.batching import make_batch
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.errors import WeightSyncError
@@ -64,10 +66,17 @@ def main(path, out, tp_size):
     torch.set_float32_matmul_precision("high")
     before, found = host_state(), {}
     cfg = RolloutConfig(
-        tensor_model_parallel_size=int(tp_size), max_response_len=12, max_num_seqs=16, max_num_batched_tokens=2048
+        tensor_model_parallel_size=int(tp_size), max_response_len=240, max_num_seqs=16, max_num_batched_tokens=2048
     )
     engine = RolloutEngine(
-        cfg, path, dtype="float32", max_prompt_len=8, stop_token_ids=[11, 17, 23, 29, 31], world=world, seed=5
+        cfg,
+        path,
+        dtype="float32",
+        max_prompt_len=8,
+        responses_per_step=30,
+        stop_token_ids=[11, 17, 23, 29, 31],
+        world=world,
+        seed=5,
     )
     found["host restored after building"] = host_state() == before
     engine.sleep()
@@ -78,17 +87,30 @@ def main(path, out, tp_size):
 
     torch.manual_seed(4)
     before = host_state()
-    rollouts = generate(engine, SAMPLES, world)
+    short = generate(engine, SAMPLES, world)
     found["host restored after sampling"] = host_state() == before
-    found["rollouts"] = summary(rollouts)
-    found["log_probs"] = [r.rollout_log_probs for r in rollouts]
+    found["rollouts"] = summary(short)
+    found["log_probs"] = [r.rollout_log_probs for r in short]
     found["other order"] = summary(generate(engine, SAMPLES[::-1], world))
     found["alone"] = summary(generate(engine, SAMPLES[4:5] * engine.num_replicas, world)[:: engine.num_replicas])
     found["validation stream"] = summary(generate(engine, SAMPLES, world, stream="validation"))
     found["greedy"] = summary(generate(engine, SAMPLES, world, temperature=0.0, n=1, log_probs=False))
 
+    # Long responses, over several KV blocks, with vLLM's scheduler as it is and with our short cuts in it.
+    engine._stop_token_ids, usual = [3], engine._stop_token_ids
+    long = {}
+    for name, manager in {"short cuts": lib.rollout.short_cuts, "plain": lambda _: nullcontext()}.items():
+        lib.rollout.short_cuts = manager
+        engine.sleep()  # drops cached prefixes
+        rollouts = generate(engine, SAMPLES[:6], world, max_response_len=240)
+        long[name] = summary(rollouts), [r.rollout_log_probs for r in rollouts]
+    found["short cuts change nothing"] = long["short cuts"] == long["plain"]
+    found["longest"] = max(len(ids) for _, _, ids, _ in long["plain"][0])
+    found["block size"] = engine._engine.vllm_config.cache_config.block_size
+    engine._stop_token_ids = usual
+
     # The trainer's log-probs of the very tokens, every rank over all of them.
-    scored = [type(r)(**{**vars(r), "score": Score(score=0.0)}) for r in rollouts]
+    scored = [type(r)(**{**vars(r), "score": Score(score=0.0)}) for r in short]
     batch = make_batch(scored, SINGLE, mini_batch_size=len(scored))
     log_probs, _ = forward_policy(policy, batch, temperature=TEMPERATURE)
     difference = (log_probs - batch.rollout_log_probs).abs()[batch.response_mask]

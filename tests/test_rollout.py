@@ -50,6 +50,12 @@ def test_every_tensor_is_compared_and_stale_or_missing_weights_are_found(found, 
     assert "1 tensors differ in bits, such as model.layers.1.mlp.down_proj.weight" in unsynced
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_short_cuts_in_the_scheduler_change_nothing(found, layout):
+    assert found[layout]["longest"] > found[layout]["block size"]
+    assert found[layout]["short cuts change nothing"]
+
+
 def test_rollouts_do_not_depend_on_ranks_or_a_restart(found):
     assert found["2 ranks"]["rollouts"] == found["1 rank"]["rollouts"]
 
