@@ -1,0 +1,79 @@
+"""The benchmark's tiny workload under torchrun: every figure that it promises, from a real run."""
+
+import json
+import math
+
+import pytest
+
+from recipes.bench import FIGURES, Probes, Workload, count_parameters, rooflines, training_config
+from tests.ranks import torchrun
+
+GPU_ONLY = {
+    "mfu_update", "mfu_update_nominal", "mfu_logprob", "memory_after_sleep_gib", "peak_allocated_gib",
+    "roofline_rollout_s", "roofline_update_s", "step_over_roofline",
+}  # fmt: skip
+QWEN3_1_7B = {
+    "model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What the run printed, and its figures."""
+    out = tmp_path_factory.mktemp("bench") / "figures.json"
+    done = torchrun(1, "-m", "recipes.bench", "--workload", "tiny", "--steps", "2", "--out", str(out))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout, json.loads(out.read_text())
+
+
+def test_every_figure_is_there_and_null_only_where_the_cpu_has_none(found):
+    printed, figures = found
+    assert set(figures) == {"workload", "num_gpus", "torch", *FIGURES}
+    assert json.loads(printed.strip().splitlines()[-1]) == figures
+    assert {name for name in FIGURES if figures[name] is None} == GPU_ONLY
+    assert all(math.isfinite(figures[name]) for name in FIGURES if name not in GPU_ONLY)
+
+
+def test_figures_agree_with_one_another(found):
+    _, figures = found
+    assert figures["step_s_min"] <= figures["step_s_median"] <= figures["step_s_max"]
+    assert figures["rollout_s"] + figures["update_s"] < figures["step_s_max"]
+    assert figures["gen_tok_per_s"] == pytest.approx(16 * 16 / figures["rollout_s"], rel=1e-3)
+    assert figures["padding_fraction"] == 0 and 0 < figures["log_probs_diff_mean"] < 1e-4
+    assert figures["grad_norm_min"] > 0.1 and 0 < figures["outside_share"] < 1
+
+
+def test_rooflines_of_fixed_lengths_are_the_formula_by_hand(tmp_path):
+    from lib.dist import SINGLE
+    from recipes.bench import BenchConfig
+
+    config = training_config(BenchConfig(), Workload("1.7b", 64, 512), str(tmp_path), SINGLE)
+    probes = Probes(num_steps=1, num_ranks=1)
+    probes.prompt_lens, probes.response_lens = [100] * 64, [512] * 512
+    probes.kv_cache_tokens, probes.max_num_seqs = 10**9, 512
+    num_parameters = count_parameters(QWEN3_1_7B)
+    assert num_parameters == pytest.approx(1.72e9, rel=0.01)
+    rollout_s, update_s = rooflines(QWEN3_1_7B, probes, config, num_parameters, SINGLE)
+    # decode: 512 steps of 512 sequences, mean context 100 + 256.5; sampler: 8 bytes a logit; prefill of 64 prompts
+    step = (2 * 1.72e9 + 512 * 356.5 * 114688) / 4.3e12 + 512 * 151936 * 8 / 4.3e12
+    assert rollout_s == pytest.approx(512 * step + 2 * 1.409e9 * 6400 / 790e12, rel=0.01)
+    blocks, head = 2 * 1.409e9 * 512 * 612, 2 * 151936 * 2048 * 512 * 512
+    attention = 2 * 28 * 2048 * 512 * 612**2
+    assert update_s == pytest.approx(3 * (blocks + head + attention) / 790e12 + 32 * 1.72e9 / 4.3e12, rel=0.01)
+
+
+def test_half_the_sequences_in_flight_take_more_steps(tmp_path):
+    from lib.dist import SINGLE
+    from recipes.bench import BenchConfig
+
+    config = training_config(BenchConfig(), Workload("1.7b", 64, 512), str(tmp_path), SINGLE)
+    probes = Probes(num_steps=1, num_ranks=1)
+    probes.prompt_lens, probes.response_lens = [100] * 64, [512] * 512
+    times = []
+    for probes.max_num_seqs in (512, 256):
+        probes.kv_cache_tokens = 10**9
+        times.append(rooflines(QWEN3_1_7B, probes, config, count_parameters(QWEN3_1_7B), SINGLE)[0])
+    weights = 512 * 2 * 1.72e9 / 4.3e12  # read once more: everything else is the same work
+    assert times[1] - times[0] == pytest.approx(weights, rel=0.02)
