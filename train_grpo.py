@@ -200,7 +200,7 @@ def load_prompts(
     cfg: GRPOConfig, files: DataFiles, model_files: ModelFiles, world: World
 ) -> tuple[Any, list[int], Prompts, Prompts]:
     """The tokenizer, the ids that end a response, and both splits under the chat template."""
-    check_model_config(cfg.model, str(model_files.folder), expected_shapes(model_files.config))
+    check_model_config(str(model_files.folder), expected_shapes(model_files.config))
     tokenizer = load_tokenizer(model_files.folder, chat_template_kwargs=cfg.data.chat_template_kwargs)
     stop_ids = stop_token_ids(tokenizer, model_files.folder)
     train_set = tokenize(cfg.data, files, tokenizer, split="train", show_progress=world.rank == 0)
@@ -298,12 +298,17 @@ def train(cfg: GRPOConfig) -> None:
         if engine.on_gpu:
             run.say(f"the engine is built and asleep; {engine.device_used_gib():.1f} GiB of GPU memory in use")
         with startup.phase("load the policy"):
-            policy = load_policy(cfg.model, str(model_files.folder), cfg.fsdp, world)
+            policy = load_policy(
+                cfg.model, str(model_files.folder), cfg.fsdp, world, max_tokens_per_gpu=cfg.max_tokens_per_gpu
+            )
             optimizer, scheduler = build_optimizer(policy, cfg.optim, num_steps=num_steps)
             reference = None
             if cfg.kl_loss_coef > 0:
                 reference = load_policy(cfg.model, str(model_files.folder), cfg.fsdp, world, trainable=False)
                 offload(cfg.fsdp, policy=reference)
+        gathered = "once per optimizer step" if policy.keeps_gathered else "in every pass"
+        activations = "recomputed in" if policy.model.is_gradient_checkpointing else "kept for"
+        run.say(f"the policy is loaded; weights are gathered {gathered}, activations {activations} the backward pass")
         with startup.phase("sync the weights and compare all"):
             num_compared = wake_with_weights(engine, policy, optimizer, fsdp=cfg.fsdp, names=None, time=nullcontext)
         run.say(f"the engine holds the policy's weights: all {num_compared} tensors are equal bit for bit")

@@ -28,17 +28,25 @@ class FSDPConfig:
 
 
 def load_policy(
-    cfg: ModelConfig, folder: str, fsdp: FSDPConfig, world: World, *, trainable: bool = True
-) -> CausalPolicy:
+    cfg: ModelConfig, folder: str, fsdp: FSDPConfig, world: World, *, trainable: bool = True,
+    max_tokens_per_gpu: int = 0,
+) -> CausalPolicy:  # fmt: skip
     """The sharded policy with its weights, on this rank's device. Executed by all ranks together.
 
     A trainable policy has float32 master weights; a frozen one (the reference) only ever computes, so it holds its
-    weights in the compute precision.
+    weights in the compute precision. `max_tokens_per_gpu` is the largest micro-batch.
     """
     dtype = cfg.compute_dtype(world)
-    policy = build_policy(cfg, folder, param_dtype=torch.float32 if trainable else dtype)
+    policy = build_policy(folder, param_dtype=torch.float32 if trainable else dtype)
     policy.requires_grad_(trainable)
     shard_(policy, fsdp, world, dtype=dtype)
+    recompute = cfg.gradient_checkpointing
+    if recompute is None and world.device.type == "cuda":
+        free = torch.cuda.mem_get_info(world.device)[0]
+        short = update_bytes(policy, world, dtype=dtype, max_tokens_per_gpu=max_tokens_per_gpu) > 0.95 * free
+        recompute = not world.all_agree(not short)
+    if recompute and trainable:
+        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy.to_empty(device=world.device)
     load_weights_(policy, folder, world)
     return policy.train(trainable)
@@ -64,6 +72,24 @@ def shard_(policy: CausalPolicy, fsdp: FSDPConfig, world: World, *, dtype: torch
             # can only sum if told that the factor 1 is meant as a plain sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def update_bytes(policy: CausalPolicy, world: World, *, dtype: torch.dtype, max_tokens_per_gpu: int) -> int:
+    """About the memory that a rank's update takes without recomputation, in bytes; meant to err upwards.
+
+    Shards of float32 weights, gradients and two moments; gathered weights and float32 gradients of everything or of two
+    layers; per token what the compiled layers keep for the backward pass (inputs of the norms, of the products and of
+    attention) and the head's logits. What Qwen3 of 0.6 to 4 B took on one H200 is 87 to 90 % of it (EXPERIMENTS.md).
+    """
+    config, num_layers = policy.config, len(policy.layers)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    parameters = sum(p.numel() for p in policy.parameters())
+    in_layers = sum(p.numel() for p in policy.layers.parameters())
+    gathered = parameters if policy.keeps_gathered else parameters - in_layers + 2 * in_layers // num_layers
+    layer = 4 * config.hidden_size + 3 * config.intermediate_size
+    layer += (3 * config.num_attention_heads + 4 * config.num_key_value_heads) * head_dim
+    per_token = (num_layers * layer + config.vocab_size) * dtype.itemsize
+    return 16 * parameters // world.size + gathered * (dtype.itemsize + 4) + per_token * max_tokens_per_gpu
 
 
 def begin_micro_batch(policy: CausalPolicy, *, last: bool) -> None:
@@ -127,11 +153,15 @@ def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def iter_gathered(policy: CausalPolicy) -> Iterator[dict[str, Tensor]]:
-    """Whole parameters by their Hugging Face names in the compute precision: layer by layer, then the rest.
+    """Whole parameters by their Hugging Face names: layer by layer in the compute precision, then the rest.
 
-    One gather a layer, and the next one travels while a layer is used; each is dropped when the next is asked for. A
-    collective: all ranks iterate to the end.
+    One gather a layer, and the next one travels while a layer is used; each is dropped when the next is asked for. On
+    a single rank all shards at once, as they are: they are whole. A collective: all ranks iterate to the end.
     """
+    reshard(policy)
+    if all(p.device_mesh.size() == 1 for p in policy.parameters()):
+        yield {name: parameter.detach().to_local() for name, parameter in policy.named_parameters()}
+        return
     prefixes = [f"model.layers.{place}." for place in range(len(policy.layers))]
     modules = [*policy.layers, policy]
     handle = modules[0].unshard(async_op=True)

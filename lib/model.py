@@ -26,8 +26,9 @@ class ModelConfig:
     """Hugging Face folder (config.json, safetensors, tokenizer) or hub id of the model to train."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute precision of trainer and engine, auto: bfloat16 on a GPU, float32 on a CPU; master weights: float32."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass: about a third more compute, far less activation memory."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each layer in the backward pass: about a third more compute, far less activation memory; None: only
+    where a micro-batch of --max-tokens-per-gpu would not fit the GPU without."""
 
     def compute_dtype(self, world: World) -> torch.dtype:
         """The precision that `dtype` means on this device."""
@@ -76,7 +77,7 @@ class CausalPolicy(nn.Module):
         return self.model.layers
 
 
-def build_policy(cfg: ModelConfig, folder: str, *, param_dtype: torch.dtype) -> CausalPolicy:
+def build_policy(folder: str, *, param_dtype: torch.dtype) -> CausalPolicy:
     """The policy with parameters of the given precision on the meta device: shapes only."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -84,18 +85,16 @@ def build_policy(cfg: ModelConfig, folder: str, *, param_dtype: torch.dtype) -> 
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         causal_lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED, dtype=param_dtype)
-    if cfg.gradient_checkpointing:
-        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return CausalPolicy(causal_lm)
 
 
-def check_model_config(cfg: ModelConfig, folder: str, shapes: dict[str, tuple[int, ...]]) -> None:
+def check_model_config(folder: str, shapes: dict[str, tuple[int, ...]]) -> None:
     """Raises UserError unless transformers builds, of this folder's config.json, a model with parameters {name: shape}.
 
     Finds what only transformers knows: activations, rotary scalings, layer types. Local to the rank.
     """
     try:
-        policy = build_policy(cfg, folder, param_dtype=torch.float32)
+        policy = build_policy(folder, param_dtype=torch.float32)
     except Exception as error:  # KeyError, ValueError, dataclass validation: transformers has no class for it
         raise UserError(
             f"transformers cannot build the model; {Path(folder) / 'config.json'}; found "

@@ -160,7 +160,10 @@ MODELS = _under(
         "path": ("--model.path", "a folder, or an id of the Hugging Face hub"),
         "tokenizer_path": ("", "not needed: the tokenizer is the model folder's"),
         "custom_chat_template": ("", "not offered: put chat_template.jinja into the model folder"),
-        "enable_gradient_checkpointing": ("--model.gradient-checkpointing", "default False (verl: True)"),
+        "enable_gradient_checkpointing": (
+            "--model.gradient-checkpointing",
+            "default: only where memory asks for it (verl: True)",
+        ),
         "enable_activation_offload": ("", "not offered: use --model.gradient-checkpointing"),
         "use_remove_padding": ("", PACKED),
         "use_fused_kernels": ("", "not needed: log-probs are always made in chunks"),

@@ -114,8 +114,8 @@ class BenchConfig:
     """As many times the workload's prompts as there are GPUs."""
     updates: int = 1
     """Optimizer steps per rollout; above 1 there is a pass for the old log-probs."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each layer in the backward pass; None: only where the update would not fit without."""
     tensor_model_parallel_size: int = 1
     """GPUs per engine."""
     max_tokens_per_gpu: int | None = None

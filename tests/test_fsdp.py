@@ -1,0 +1,45 @@
+"""Where memory decides: the estimate of an update's peak against peaks measured on an H200 (EXPERIMENTS.md)."""
+
+import pytest
+import torch
+
+from lib.dist import SINGLE, World
+from lib.fsdp import update_bytes
+from lib.model import CausalPolicy
+
+SHAPES = {"0.6b": (1024, 3072, 28, 16), "1.7b": (2048, 6144, 28, 16), "4b": (2560, 9728, 36, 32)}
+
+
+def policy(shape: str) -> CausalPolicy:
+    """A Qwen3 on the meta device."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    hidden, intermediate, layers, heads = SHAPES[shape]
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return CausalPolicy(Qwen3ForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "gib"),
+    [("0.6b", 8192, 21.8), ("0.6b", 32768, 55.3), ("1.7b", 8192, 46.7), ("1.7b", 16384, 63.8), ("4b", 8192, 100.0)],
+)
+def test_the_estimate_is_a_little_above_what_was_measured(shape, tokens, gib):
+    found = policy(shape)
+    found.keeps_gathered = True
+    estimate = update_bytes(found, SINGLE, dtype=torch.bfloat16, max_tokens_per_gpu=tokens) / 2**30
+    assert gib < estimate < 1.17 * gib
+
+
+def test_ranks_share_the_shards_and_resharding_leaves_two_layers_gathered():
+    found, tokens = policy("1.7b"), dict(dtype=torch.bfloat16, max_tokens_per_gpu=0)
+    parameters = sum(p.numel() for p in found.parameters())
+    layers = sum(p.numel() for p in found.layers.parameters())
+    four = World(rank=0, size=4, local_rank=0, device=torch.device("cpu"))
+    found.keeps_gathered = True
+    assert update_bytes(found, four, **tokens) == 4 * parameters + 6 * parameters
+    found.keeps_gathered = False
+    assert update_bytes(found, four, **tokens) == 4 * parameters + 6 * (parameters - layers + 2 * layers // 28)
