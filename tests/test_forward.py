@@ -7,12 +7,12 @@ from transformers import AutoModelForCausalLM
 from lib.batching import make_batch
 from lib.dist import SINGLE
 from lib.forward import compute_log_probs, forward_policy, pack
-from lib.model import ModelConfig, build_policy, load_weights_
+from lib.model import build_policy, load_weights_
 from tests.tiny import make_model, make_rollouts
 
 
 def load_unsharded(path, dtype=torch.float32):
-    policy = build_policy(ModelConfig(), str(path), param_dtype=dtype)
+    policy = build_policy(str(path), param_dtype=dtype)
     policy.to_empty(device="cpu")
     load_weights_(policy, str(path), SINGLE)
     return policy
