@@ -11,10 +11,11 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     *("errors", "verl_keys", "config", "dist", "types", "ops", "advantages", "losses", "kl", "batching"),
     *("weight_files", "model_files", "schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
-    *("attention", "model", "fsdp", "forward", "optim", "console", "tracking", "rollout", "weight_sync", "evaluate"),
+    *("attention", "model", "fsdp", "forward", "optim", "console", "tracking", "engine_patches"),
+    *("rollout", "weight_sync", "evaluate"),
 ]
 """A lib module imports only modules named before it."""
-HEAVY = {"vllm": {"rollout"}, "wandb": {"tracking"}, "peft": set(), "math_verify": {"rewards"}}
+HEAVY = {"vllm": {"rollout", "engine_patches"}, "wandb": {"tracking"}, "peft": set(), "math_verify": {"rewards"}}
 """Package -> the only lib modules that may import it, and only inside functions."""
 LIB = sorted((ROOT / "lib").rglob("[!_]*.py"))
 

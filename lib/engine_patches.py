@@ -1,0 +1,124 @@
+"""What we change in vLLM, and what we undo of what it changes in its host process.
+
+Everything here reaches into vLLM's internals and holds for versions 0.26 (GPU) and 0.30 (CPU).
+"""
+
+import gc
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class TokenIds(list):
+    """Token ids in which vLLM looks up every sampled token: as fast for hundreds of them as for one."""
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        super().__init__(ids)
+        self._set = frozenset(self)
+
+    def __contains__(self, token_id: object) -> bool:
+        return token_id in self._set
+
+    def __deepcopy__(self, memo: Any) -> "TokenIds":  # for every request; nobody changes it
+        return self
+
+
+@contextmanager
+def unpacked_cpu_weights() -> Iterator[None]:
+    """On a CPU vLLM repacks every weight when it loads and drops the original, so a later sync would write into
+    nothing. While an engine is built here, it keeps plain weights and multiplies with them."""
+    import vllm.model_executor.layers.utils as layer_utils
+
+    def keep_plain(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    original = layer_utils.dispatch_cpu_unquantized_gemm
+    layer_utils.dispatch_cpu_unquantized_gemm = keep_plain
+    try:
+        yield
+    finally:
+        layer_utils.dispatch_cpu_unquantized_gemm = original
+
+
+@contextmanager
+def short_cuts(engine: Any) -> Iterator[None]:
+    """Spares vLLM's scheduler, while it decodes, questions whose answer cannot have changed since the last token.
+
+    With hundreds of sequences in flight the Python of the scheduler, not the GPU, sets the pace (20 to 30 us a token).
+    Per response and token it asks whether a KV block must be added, cached or hashed, which happens once per block,
+    and files four numbers for a log-prob of which one is read. Results are the same, tested against an engine without
+    short cuts. Only for models whose layers all attend to the whole sequence; a no-op for others.
+    """
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.request import Request
+
+    scheduler = engine.engine_core.engine_core.scheduler
+    manager = scheduler.kv_cache_manager
+    groups = manager.kv_cache_config.kv_cache_groups
+    spec = groups[0].kv_cache_spec if len(groups) == 1 else None
+    if type(spec) is not FullAttentionSpec or spec.sliding_window or scheduler.connector is not None:
+        yield
+        return
+    block_size, nothing_new = spec.block_size, manager.empty_kv_cache_blocks
+    allocate, cache, hash_blocks = manager.allocate_slots, manager.cache_blocks, Request.update_block_hashes
+    file_log_probs = LogprobsProcessor._update_sample_logprobs
+
+    def allocate_slots(request: Any, num_new_tokens: int, *, num_lookahead_tokens: int = 0, **others: Any) -> Any:
+        if num_new_tokens == 1 and request.num_computed_tokens % block_size and not others and not num_lookahead_tokens:
+            return nothing_new  # the token's place is in a block that the request already has
+        return allocate(request, num_new_tokens, num_lookahead_tokens=num_lookahead_tokens, **others)
+
+    def cache_blocks(request: Any, num_computed_tokens: int) -> None:
+        if num_computed_tokens % block_size == 0:  # only full blocks are cached; a call takes all that became full
+            cache(request, num_computed_tokens)
+
+    def update_block_hashes(request: Any) -> None:
+        if request.num_tokens % block_size == 0 or not request.num_output_tokens:
+            hash_blocks(request)
+
+    def update_sample_logprobs(processor: Any, lists: Any) -> None:
+        if processor.num_logprobs == 0 and processor.tokenizer is None:
+            processor.logprobs.logprobs.extend(lists.logprobs[:, 0].tolist())  # all that `_to_rollouts` reads
+        else:
+            file_log_probs(processor, lists)
+
+    try:
+        manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
+        Request.update_block_hashes = update_block_hashes
+        LogprobsProcessor._update_sample_logprobs = update_sample_logprobs
+        yield
+    finally:
+        del manager.allocate_slots, manager.cache_blocks
+        Request.update_block_hashes = hash_blocks
+        LogprobsProcessor._update_sample_logprobs = file_log_probs
+
+
+@contextmanager
+def restored_host_state() -> Iterator[None]:
+    """Undoes what the engine does to its host process: random states, matmul precision, threads, collector."""
+    import numpy
+
+    python_state, numpy_state, torch_state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    precision, num_threads, set_num_threads = (
+        torch.get_float32_matmul_precision(), torch.get_num_threads(), torch.set_num_threads,
+    )  # fmt: skip
+    dtype, collecting = torch.get_default_dtype(), gc.isenabled()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+        torch.set_num_threads = set_num_threads  # the CPU worker replaces the function itself
+        torch.set_num_threads(num_threads)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_default_dtype(dtype)
+        (gc.enable if collecting else gc.disable)()
