@@ -192,8 +192,9 @@ def check_input(cfg: GRPOConfig, world: World) -> tuple[DataFiles, ModelFiles]:
 def try_reward(cfg: GRPOConfig, train: Rows, val: Rows) -> str:
     """A line about the reward function, which can score first rows of both splits and knows every data source."""
     data_sources = train.data_sources(cfg.data.train_max_samples) | val.data_sources(cfg.data.val_max_samples)
-    trials = [(train, row) for row in range(min(2, len(train)))] + [(val, 0)] * min(1, len(val))
-    return check_reward(cfg.reward, data_sources, {rows.where(row): rows[row] for rows, row in trials})
+    trials = {train.where(row): train[row] for row in range(min(2, len(train)))}
+    trials |= {f"{val.where(0)} (validation)": val[0]} if len(val) else {}
+    return check_reward(cfg.reward, data_sources, trials)
 
 
 def load_prompts(
@@ -289,7 +290,7 @@ def train(cfg: GRPOConfig) -> None:
                 str(model_files.folder),
                 dtype=str(cfg.model.compute_dtype(world)).removeprefix("torch."),
                 max_prompt_len=cfg.data.max_prompt_len,
-                responses_per_step=cfg.prompts_per_step * cfg.rollout.n,
+                most_responses=max(cfg.prompts_per_step * cfg.rollout.n, len(val_set) * cfg.eval.n),
                 stop_token_ids=stop_ids,
                 world=world,
                 seed=cfg.seed,
@@ -299,8 +300,9 @@ def train(cfg: GRPOConfig) -> None:
             run.say(f"the engine is built and asleep; {engine.device_used_gib():.1f} GiB of GPU memory in use")
         with startup.phase("load the policy"):
             policy = load_policy(
-                cfg.model, str(model_files.folder), cfg.fsdp, world, max_tokens_per_gpu=cfg.max_tokens_per_gpu
-            )
+                cfg.model, str(model_files.folder), cfg.fsdp, world, max_tokens_per_gpu=cfg.max_tokens_per_gpu,
+                with_reference=cfg.kl_loss_coef > 0,
+            )  # fmt: skip
             optimizer, scheduler = build_optimizer(policy, cfg.optim, num_steps=num_steps)
             reference = None
             if cfg.kl_loss_coef > 0:

@@ -316,10 +316,10 @@ def _end_by_the_contract(kind: type[BaseException], error: BaseException, trace:
     if isinstance(error, LockstepError) and not hasattr(sys, "ps1"):  # at a prompt, Python must not end
         with reporting_errors(debug=_wants_debug(sys.argv)):
             raise error
-    sys.__excepthook__(kind, error, trace)
+    _previous_hook(kind, error, trace)
 
 
-sys.excepthook = _end_by_the_contract
+_previous_hook, sys.excepthook = sys.excepthook, _end_by_the_contract
 
 
 def _copy_of_stderr() -> TextIO:

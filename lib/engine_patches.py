@@ -64,6 +64,7 @@ def short_cuts(engine: Any) -> Iterator[None]:
     if type(spec) is not FullAttentionSpec or spec.sliding_window or scheduler.connector is not None:
         yield
         return
+    assert "allocate_slots" not in vars(manager), "two calls of generate at once"
     block_size, nothing_new = spec.block_size, manager.empty_kv_cache_blocks
     allocate, cache, hash_blocks = manager.allocate_slots, manager.cache_blocks, Request.update_block_hashes
     file_log_probs = LogprobsProcessor._update_sample_logprobs

@@ -29,12 +29,13 @@ class FSDPConfig:
 
 def load_policy(
     cfg: ModelConfig, folder: str, fsdp: FSDPConfig, world: World, *, trainable: bool = True,
-    max_tokens_per_gpu: int = 0,
+    max_tokens_per_gpu: int = 0, with_reference: bool = False,
 ) -> CausalPolicy:  # fmt: skip
     """The sharded policy with its weights, on this rank's device. Executed by all ranks together.
 
     A trainable policy has float32 master weights; a frozen one (the reference) only ever computes, so it holds its
-    weights in the compute precision. `max_tokens_per_gpu` is the largest micro-batch.
+    weights in the compute precision. `max_tokens_per_gpu` is the largest micro-batch, `with_reference` says that a
+    frozen copy will follow: both bear on whether activations fit.
     """
     dtype = cfg.compute_dtype(world)
     policy = build_policy(folder, param_dtype=torch.float32 if trainable else dtype)
@@ -43,8 +44,10 @@ def load_policy(
     recompute = cfg.gradient_checkpointing
     if recompute is None and world.device.type == "cuda":
         free = torch.cuda.mem_get_info(world.device)[0]
-        short = update_bytes(policy, world, dtype=dtype, max_tokens_per_gpu=max_tokens_per_gpu) > 0.95 * free
-        recompute = not world.all_agree(not short)
+        needed = update_bytes(policy, world, dtype=dtype, max_tokens_per_gpu=max_tokens_per_gpu)
+        if with_reference:
+            needed += sum(p.numel() for p in policy.parameters()) * dtype.itemsize // world.size
+        recompute = not world.all_agree(needed <= 0.95 * free)
     if recompute and trainable:
         policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy.to_empty(device=world.device)
@@ -56,16 +59,19 @@ def shard_(policy: CausalPolicy, fsdp: FSDPConfig, world: World, *, dtype: torch
     """Shards every decoder layer and the rest over all ranks. Gradients are summed over ranks, never averaged."""
     mesh = init_device_mesh(world.device.type, (world.size,))
     precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
-    reshard = fsdp.reshard_after_forward
-    if reshard is None:
+    drop = fsdp.reshard_after_forward
+    if drop is None:
         gathered = sum(p.numel() for p in policy.parameters()) * (dtype.itemsize + 4)  # weights, float32 gradients
-        reshard = world.device.type == "cuda" and gathered > torch.cuda.mem_get_info(world.device)[1] / 4
+        large = world.device.type == "cuda" and gathered > torch.cuda.mem_get_info(world.device)[1] / 4
+        drop = not world.all_agree(not large)  # collectives depend on it: GPUs may differ
     for layer in policy.layers:
-        if world.device.type == "cuda":  # one graph serves all layers and any packed length
+        # One graph serves all layers and any packed length. Attention in float32 loops over the sequences, so it would
+        # need a graph for every number of them.
+        if world.device.type == "cuda" and dtype is not torch.float32:
             layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=drop)
     fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    policy.keeps_gathered = not reshard
+    policy.keeps_gathered = not drop
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             # FSDP averages by default. The loss has a global denominator already, so gradients must be summed; gloo

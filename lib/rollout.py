@@ -55,7 +55,7 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.5
     """Share of the GPU's total memory for the engine's weights, KV cache and graphs while it is awake."""
     max_num_seqs: int | None = None
-    """Most responses in flight per replica; None: all of a step, 2,048 at most (the KV cache may hold fewer)."""
+    """Most responses in flight per replica; None: all that are asked for, 2,048 at most."""
     max_num_batched_tokens: int = 16384
     """Most tokens that the engine computes at once, prompts and responses together."""
     max_cudagraph_capture_size: int = 2048
@@ -145,12 +145,12 @@ class RolloutEngine:
     """A vLLM engine in this process. States: asleep -> weights awake -> ready; `generate` needs ready."""
 
     def __init__(
-        self, cfg: RolloutConfig, model_path: str, *, dtype: str, max_prompt_len: int, responses_per_step: int,
+        self, cfg: RolloutConfig, model_path: str, *, dtype: str, max_prompt_len: int, most_responses: int,
         stop_token_ids: list[int], world: World, seed: int,
     ) -> None:  # fmt: skip
         """Builds the engine with dummy weights, on an empty GPU, and puts it to sleep.
 
-        `responses_per_step`, over all replicas, bounds how many are in flight where the config leaves that open.
+        `most_responses`, that a call asks of all replicas, bounds those in flight where the config leaves that open.
         Executed by all ranks together: the size of the KV cache is agreed among them. Raises UserError when the GPU
         has less free memory than `gpu_memory_utilization` asks for.
         """
@@ -162,7 +162,7 @@ class RolloutEngine:
         self._stop_token_ids = TokenIds(stop_token_ids)
         self._sleeps = cfg.sleep and self.on_gpu
         self.max_num_seqs = cfg.max_num_seqs or min(
-            2048, cfg.max_num_batched_tokens, -(-responses_per_step // self.num_replicas)
+            2048, cfg.max_num_batched_tokens, -(-most_responses // self.num_replicas)
         )
         world.agree(self._check_free_memory)
         _set_environment(self.on_gpu)
@@ -265,15 +265,19 @@ class RolloutEngine:
             params = self._sampling_params(sampling, sample, stream)
             self._engine.add_request(request, {"prompt_token_ids": sample.prompt_ids}, params)
         # Sampling draws from the host's random state even with a seed per request.
-        with restored_host_state(), short_cuts(self._engine):
-            while self._engine.has_unfinished_requests():
-                for output in self._engine.step():
-                    if output.finished:
-                        yield _to_rollouts(output, pending.pop(output.request_id), sampling)
+        try:
+            with restored_host_state(), short_cuts(self._engine):
+                while self._engine.has_unfinished_requests():
+                    for output in self._engine.step():
+                        if output.finished:
+                            yield _to_rollouts(output, pending.pop(output.request_id), sampling)
+        except BaseException:  # whoever iterates has stopped early: nothing may run on into the next call
+            self._engine.abort_request(list(pending))
+            raise
         assert not pending, f"{len(pending)} requests ended without an output"
 
-    def generate_raw(self, samples: list[Sample], sampling: Sampling) -> float:
-        """Seconds of vLLM's own `LLM.generate` on the same requests, with nothing of ours around it: the yardstick."""
+    def generate_raw(self, samples: list[Sample], sampling: Sampling) -> tuple[float, int]:
+        """Seconds and response tokens of vLLM's own `LLM.generate` on the same requests: the yardstick."""
         self._llm.reset_prefix_cache()
         params = [self._sampling_params(sampling, sample, "train") for sample in samples]
         prompts = [{"prompt_token_ids": sample.prompt_ids} for sample in samples]
@@ -281,8 +285,9 @@ class RolloutEngine:
             gc.collect()
             gc.disable()
             start = time.perf_counter()
-            self._llm.generate(prompts, params, use_tqdm=False)
-            return time.perf_counter() - start
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - start
+        return seconds, sum(len(response.token_ids) for output in outputs for response in output.outputs)
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -356,8 +361,8 @@ def _build(
 ) -> Any:  # fmt: skip
     from vllm import LLM
 
-    # Eight sizes between powers of two: a quarter of vLLM's own list, whose capture is most of its start-up, and at
-    # most an eighth of a batch is padding.
+    # From 8 on eight sizes to each power of two: a fraction of vLLM's own list, whose capture is much of its start-up,
+    # while at most an eighth of a batch is padding.
     largest = min(cfg.max_cudagraph_capture_size, max_num_seqs)
     sizes = {1, 2, 4, *(2**power * eighth // 8 for power in range(3, 12) for eighth in range(8, 17)), largest}
     compilation = {

@@ -32,7 +32,7 @@ from lib.errors import UserError
 from lib.evaluate import EvalConfig
 from lib.forward import forward_policy
 from lib.fsdp import FSDPConfig
-from lib.metrics import Metrics, flops_forward
+from lib.metrics import Metrics, flops_forward, peak_flops
 from lib.model import ModelConfig
 from lib.optim import OptimConfig
 from lib.parquet import write_rows
@@ -75,12 +75,12 @@ FIGURES = {
     "rollout_s": "seconds of generation, median",
     "update_s": "seconds of the policy update (forward, backward, optimizer), median",
     "gen_tok_per_s": "response tokens of all GPUs / rollout_s",
-    "rollout_ratio": "seconds of vLLM's own LLM.generate on the last step's requests / ours on the same ones; above 1: "
-    "we are faster",
+    "rollout_ratio": "our tokens/s on the last step's requests / those of vLLM's own LLM.generate on the same ones, "
+    "once each; above 1: we are faster",
     "raw_generate_s": "seconds of that LLM.generate: ids only, final outputs only, garbage collector off",
     "mfu_update": "FLOPs of the update (3 forward passes; recompute and padding do not count) / update_s / GPUs / "
     "790e12, an H200's measured rate",
-    "mfu_update_nominal": "the same of the nominal 989e12",
+    "mfu_update_nominal": "the same of the GPU's nominal rate (H200: 989e12)",
     "mfu_logprob": "FLOPs of the log-prob pass likewise; null with one update per rollout, which needs no such pass",
     "sync_s": "seconds to copy the policy's weights into the engine, median",
     "sync_gbps": "bytes of the weights in the compute precision / sync_s, in GB/s",
@@ -88,15 +88,16 @@ FIGURES = {
     "sleep_s": "seconds to free the engine's memory, median",
     "wake_s": "seconds to map it again (weights and KV cache), median",
     "memory_after_sleep_gib": "GPU memory in use once the engine sleeps, by the trainer too; largest, GiB",
-    "peak_allocated_gib": "most memory that the trainer's tensors took at any moment of a measured step, GiB",
+    "peak_allocated_gib": "most memory that the trainer's tensors took within a phase, the engine's pool left out, GiB",
     "padding_fraction": "padding / all tokens computed in the update",
     "overhead_s": "seconds of a step outside all phases, median",
     "outside_share": "share of a step outside generation and update",
     "log_probs_diff_mean": "mean |log-prob of the trainer - of the engine| on the sampled tokens, nats; largest step",
     "grad_norm_min": "smallest gradient norm of a step; 0 would mean that nothing was trained",
     "launch_to_first_step_s": "seconds from the launch to the first step, making the model and data left out",
-    "roofline_rollout_s": "limit of the rollout: prefill at 790 TFLOP/s, decoding at that or at 4.3 TB/s, whichever is "
-    "slower, with the sequences in flight that the KV cache holds; no host time",
+    "roofline_rollout_s": "limit of the rollout on an H200 without tensor parallelism: prefill at 790 TFLOP/s, "
+    "decoding at that or at 4.3 TB/s, whichever is slower, with the sequences in flight that the KV cache holds; no host "
+    "time",
     "roofline_update_s": "limit of the update: 3 forward passes at 790 TFLOP/s, 32 bytes per parameter for AdamW",
     "step_over_roofline": "step_s_median / (roofline_rollout_s + roofline_update_s)",
 }
@@ -224,8 +225,8 @@ class Probes:
         self.num_steps, self.num_ranks = num_steps, num_ranks
         self.launch_to_first_step_s = 0.0
         self.real_tokens = self.computed_tokens = 0
-        self.raw_s: float | None = None
-        self.ours_s: float | None = None
+        self.raw_s = self.ours_s = 0.0
+        self.raw_tokens = self.ours_tokens = 0
         self.response_lens: list[int] = []
         self.prompt_lens: list[int] = []
         self.kv_cache_tokens = self.max_num_seqs = 0
@@ -265,7 +266,8 @@ class Probes:
                     yield group
                 if self.calls == probes.num_steps:  # the last step, which is not counted
                     probes.ours_s = time.perf_counter() - started
-                    probes.raw_s = self.generate_raw(samples, sampling)
+                    probes.ours_tokens = sum(len(rollout.response_ids) for group in groups for rollout in group)
+                    probes.raw_s, probes.raw_tokens = self.generate_raw(samples, sampling)
                     probes.response_lens = [len(rollout.response_ids) for group in groups for rollout in group]
                     probes.prompt_lens = [len(sample.prompt_ids) for sample in samples]
                     probes.kv_cache_tokens, probes.pool_bytes = self.kv_cache_tokens, self.pool_bytes
@@ -294,6 +296,8 @@ def figures(
 ) -> dict[str, float | None]:  # fmt: skip
     """Every figure of FIGURES, None where the device has none."""
     on_gpu = world.device.type == "cuda"
+    device = torch.cuda.get_device_name(world.device) if on_gpu else "cpu"
+    peak = peak_flops(device) or 0.0
 
     def middle(name: str) -> float | None:
         values = [row[f"timing_s/{name}"] for row in rows if f"timing_s/{name}" in row]
@@ -301,7 +305,7 @@ def figures(
 
     def share_of_limit(name: str) -> float | None:
         values = [row[f"perf/mfu/{name}"] for row in rows if f"perf/mfu/{name}" in row]
-        return median(values) * 989e12 / FLOPS if values else None
+        return median(values) * peak / FLOPS if values else None
 
     step, gen, update = middle("step"), middle("gen"), middle("update_actor")
     phases = ("update_weights", "gen", "sleep", "reward", "old_log_prob", "adv", "update_actor")
@@ -316,10 +320,10 @@ def figures(
         "rollout_s": gen,
         "update_s": update,
         "gen_tok_per_s": num_tokens / gen,
-        "rollout_ratio": probes.raw_s / probes.ours_s,
+        "rollout_ratio": probes.ours_tokens / probes.ours_s / (probes.raw_tokens / probes.raw_s),
         "raw_generate_s": probes.raw_s,
         "mfu_update": share_of_limit("actor"),
-        "mfu_update_nominal": share_of_limit("actor") and share_of_limit("actor") * FLOPS / 989e12,
+        "mfu_update_nominal": share_of_limit("actor") and share_of_limit("actor") * FLOPS / peak,
         "mfu_logprob": share_of_limit("actor_infer"),
         "sync_s": middle("sync_weights"),
         "sync_gbps": num_parameters * (2 if on_gpu else 4) / middle("sync_weights") / 1e9,
@@ -340,7 +344,7 @@ def figures(
         "roofline_update_s": None,
         "step_over_roofline": None,
     }
-    if on_gpu:
+    if "H200" in device and config.rollout.tensor_model_parallel_size == 1:
         rollout_s, update_s = rooflines(model, probes, config, num_parameters, world)
         result |= {
             "roofline_rollout_s": rollout_s,

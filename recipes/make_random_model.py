@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
+from lib.config import parse_cli, reporting_errors
+from lib.errors import UserError
 
 SHAPES = {  # vocabulary, hidden, intermediate, layers, heads, tied; key-value heads 8, head size 128 in all
     "tiny": (4096, 128, 256, 2, 8, True),
@@ -43,6 +44,7 @@ class RandomModelConfig:
 
 
 def main(cfg: RandomModelConfig) -> None:
+    """Writes the folder and says what it holds."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
@@ -58,6 +60,11 @@ def main(cfg: RandomModelConfig) -> None:
     tokenizer = train_tokenizer(cfg.texts, min(16384, vocabulary))
     # Random weights choose every id about as often, so the share of the ids that end a response is the chance to end.
     num_ends = round(vocabulary / cfg.mean_len) if cfg.mean_len else 1
+    if num_ends >= len(tokenizer):
+        raise UserError(
+            f"too short; --mean-len {cfg.mean_len}; {num_ends} of the tokenizer's {len(tokenizer)} ids would end a "
+            f"response; expected 0, or at least {vocabulary // len(tokenizer) + 1}; raise it"
+        )
     ends = [tokenizer.eos_token_id, *range(len(tokenizer) - num_ends + 1, len(tokenizer))]
     config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
@@ -91,4 +98,5 @@ def train_tokenizer(parquet: str, vocabulary: int) -> Any:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(RandomModelConfig))
+    with reporting_errors():
+        main(parse_cli(RandomModelConfig()))

@@ -73,7 +73,7 @@ def main(path, out, tp_size):
         path,
         dtype="float32",
         max_prompt_len=8,
-        responses_per_step=30,
+        most_responses=30,
         stop_token_ids=[11, 17, 23, 29, 31],
         world=world,
         seed=5,
@@ -99,11 +99,16 @@ def main(path, out, tp_size):
     # Long responses, over several KV blocks, with vLLM's scheduler as it is and with our short cuts in it.
     engine._stop_token_ids, usual = [3], engine._stop_token_ids
     long = {}
-    for name, manager in {"short cuts": lib.rollout.short_cuts, "plain": lambda _: nullcontext()}.items():
-        lib.rollout.short_cuts = manager
+    manager = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
+    calls, allocate = [], manager.allocate_slots
+    type(manager).allocate_slots = lambda self, *a, **k: (calls.append(1), allocate(*a, **k))[1]
+    for name, patches in {"short cuts": lib.rollout.short_cuts, "plain": lambda _: nullcontext()}.items():
+        lib.rollout.short_cuts = patches
+        calls.clear()
         engine.sleep()  # drops cached prefixes
         rollouts = generate(engine, SAMPLES[:6], world, max_response_len=240)
         long[name] = summary(rollouts), [r.rollout_log_probs for r in rollouts]
+        found[f"{name}: allocations"] = len(calls)
     found["short cuts change nothing"] = long["short cuts"] == long["plain"]
     found["longest"] = max(len(ids) for _, _, ids, _ in long["plain"][0])
     found["block size"] = engine._engine.vllm_config.cache_config.block_size
