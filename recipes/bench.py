@@ -96,8 +96,8 @@ FIGURES = {
     "grad_norm_min": "smallest gradient norm of a step; 0 would mean that nothing was trained",
     "launch_to_first_step_s": "seconds from the launch to the first step, making the model and data left out",
     "roofline_rollout_s": "limit of the rollout on an H200 without tensor parallelism: prefill at 790 TFLOP/s, "
-    "decoding at that or at 4.3 TB/s, whichever is slower, with the sequences in flight that the KV cache holds; no host "
-    "time",
+    "decoding at that or at 4.3 TB/s, whichever is slower, with the sequences in flight that the KV cache holds; no "
+    "host time",
     "roofline_update_s": "limit of the update: 3 forward passes at 790 TFLOP/s, 32 bytes per parameter for AdamW",
     "step_over_roofline": "step_s_median / (roofline_rollout_s + roofline_update_s)",
 }
