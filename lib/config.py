@@ -463,7 +463,8 @@ def batch_ladder(
             f"update       {mini_batches} mini-batch(es) of {mini_batch_size} responses x {update_epochs} epoch(s) = "
             f"{mini_batches * update_epochs} optimizer step(s) per rollout",
             f"mini-batch   about {mini_batch_size / num_ranks:g} responses a rank in "
-            f"{'1 to about ' * (most > 1)}{most} micro-batch(es) of at most {max_tokens_per_gpu} tokens (a response and its prompt: at most {max_len})",
+            f"{'1 to about ' * (most > 1)}{most} micro-batch(es) of at most {max_tokens_per_gpu} tokens "
+            f"(a response and its prompt: at most {max_len})",
             f"run          {num_steps} steps = {num_steps * mini_batches * update_epochs} optimizer steps; "
             f"{num_steps * prompts_per_step} prompts = {epochs:.3g} epochs of {num_prompts}",
         )
