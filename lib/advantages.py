@@ -3,6 +3,7 @@
 Computed once per step, before any update. The arithmetic is in pure functions; the dataclasses carry the knobs.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,15 +17,15 @@ STD_EPSILON = 1e-6  # verl's; it cannot hide rounding in groups of equal scores,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Advantage:
+class Advantage(ABC):
     """Turns a step's scores into advantages. Subclasses carry their knobs as fields."""
 
     needs_group: ClassVar[bool] = False
     """Whether a response is compared with others of its prompt, so that --rollout.n must be at least 2."""
 
+    @abstractmethod
     def __call__(self, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
         """Advantages and returns of this rank's rows, both (B, T) float32 and 0 outside response_mask."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

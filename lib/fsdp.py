@@ -159,15 +159,12 @@ def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def iter_gathered(policy: CausalPolicy) -> Iterator[dict[str, Tensor]]:
-    """Whole parameters by their Hugging Face names: layer by layer in the compute precision, then the rest.
+    """Whole parameters by their Hugging Face names in the compute precision: layer by layer, then the rest.
 
-    One gather a layer, and the next one travels while a layer is used; each is dropped when the next is asked for. On
-    a single rank all shards at once, as they are: they are whole. A collective: all ranks iterate to the end.
+    One gather a layer, and the next one travels while a layer is used; each is dropped when the next is asked for. A
+    collective: all ranks iterate to the end.
     """
     reshard(policy)
-    if all(p.device_mesh.size() == 1 for p in policy.parameters()):
-        yield {name: parameter.detach().to_local() for name, parameter in policy.named_parameters()}
-        return
     prefixes = [f"model.layers.{place}." for place in range(len(policy.layers))]
     modules = [*policy.layers, policy]
     handle = modules[0].unshard(async_op=True)

@@ -6,6 +6,7 @@ loss of the mini-batch, however it was split.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,15 +27,15 @@ seq-mean-token-mean: mean within, mean over (the GRPO paper). seq-mean-token-sum
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss:
+class PolicyLoss(ABC):
     """A loss per response token. Subclasses carry their knobs as fields and read what they need from the batch."""
 
+    @abstractmethod
     def __call__(self, log_probs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss (b, t) and metrics by name, each (b, t) and detached; what stands outside response_mask is not used.
 
         log_probs (b, t) of the current policy, with gradient; batch: the micro-batch, on the same device.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -364,7 +364,7 @@ def _build(
     # From 8 on eight sizes to each power of two: a fraction of vLLM's own list, whose capture is much of its start-up,
     # while at most an eighth of a batch is padding.
     largest = min(cfg.max_cudagraph_capture_size, max_num_seqs)
-    sizes = {1, 2, 4, *(2**power * eighth // 8 for power in range(3, 12) for eighth in range(8, 17)), largest}
+    sizes = {1, 2, 4, *(2**power * eighth // 8 for power in range(3, 17) for eighth in range(8, 17)), largest}
     compilation = {
         "cudagraph_mode": "FULL_AND_PIECEWISE",
         "cudagraph_capture_sizes": sorted(size for size in sizes if size <= largest),

@@ -146,11 +146,9 @@ def sync_weights(policy: CausalPolicy, engine: RolloutEngine) -> None:
             else:
                 views.setdefault(piece.source, []).append((piece, view))
     for weights in iter_gathered(policy):
-        places = [(weights[source], *place) for source in weights for place in views.pop(source)]
-        torch._foreach_copy_(  # one call, since launching hundreds takes longer than copying
-            [view for _, _, view in places],
-            [weight.narrow(piece.dim, piece.start, view.shape[piece.dim]) for weight, piece, view in places],
-        )
+        for source, weight in weights.items():
+            for piece, view in views.pop(source):
+                view.copy_(weight.narrow(piece.dim, piece.start, view.shape[piece.dim]))
     assert not views, f"the policy has no {sorted(views)[0]}"
 
 

@@ -66,7 +66,6 @@ WORKLOADS = {
     "P3": Workload("4b", 64, 512, max_tokens_per_gpu=8192, gpu_memory_utilization=0.45),
     "P4": Workload("0.6b", 64, 4096, gpu_memory_utilization=0.85),
     "P5": Workload("8b", 512, 1024, mean_len=256, max_tokens_per_gpu=8192),
-    "P6": Workload("8b", 64, 512, max_tokens_per_gpu=8192),
 }
 FIGURES = {
     "step_s_median": "seconds of a measured step, its validation and logging left out: median",
@@ -95,7 +94,7 @@ FIGURES = {
     "log_probs_diff_mean": "mean |log-prob of the trainer - of the engine| on the sampled tokens, nats; largest step",
     "grad_norm_min": "smallest gradient norm of a step; 0 would mean that nothing was trained",
     "launch_to_first_step_s": "seconds from the launch to the first step, making the model and data left out",
-    "roofline_rollout_s": "limit of the rollout on an H200 without tensor parallelism: prefill at 790 TFLOP/s, "
+    "roofline_rollout_s": "limit of the rollout on an H200: prefill at 790 TFLOP/s, "
     "decoding at that or at 4.3 TB/s, whichever is slower, with the sequences in flight that the KV cache holds; no "
     "host time",
     "roofline_update_s": "limit of the update: 3 forward passes at 790 TFLOP/s, 32 bytes per parameter for AdamW",
@@ -105,7 +104,7 @@ FIGURES = {
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    workload: Literal["tiny", "P1", "P2", "P3", "P4", "P5", "P6"] = "P1"
+    workload: Literal["tiny", "P1", "P2", "P3", "P4", "P5"] = "P1"
     """Shape, prompts per step and response length: see WORKLOADS in recipes/bench.py."""
     steps: int = 3
     """Measured steps."""
@@ -117,16 +116,6 @@ class BenchConfig:
     """Optimizer steps per rollout; above 1 there is a pass for the old log-probs."""
     gradient_checkpointing: bool | None = None
     """Recompute each layer in the backward pass; None: only where the update would not fit without."""
-    tensor_model_parallel_size: int = 1
-    """GPUs per engine."""
-    max_tokens_per_gpu: int | None = None
-    """Tokens of a micro-batch; None: the workload's own."""
-    max_num_seqs: int | None = None
-    """Most responses in flight per engine; None: all of a step, 2,048 at most."""
-    gpu_memory_utilization: float | None = None
-    """Share of the GPU for the engine; None: the workload's own."""
-    sleep: bool = True
-    """Free the engine's memory while training."""
     out: str | None = None
     """File for the JSON line, beside the terminal."""
 
@@ -148,7 +137,7 @@ def main(cfg: BenchConfig) -> None:
             write_inputs(workload, folder, num_prompts=config.prompts_per_step)
         world.gather(None)  # the others wait for the files
         prepared = time.monotonic() - started
-        probes = Probes(num_steps=config.num_steps, num_ranks=world.size)
+        probes = Probes(num_steps=config.num_steps)
         with probes.installed(), reporting_errors(debug=True):
             train_grpo.train(config)
         if world.rank == 0:
@@ -179,14 +168,11 @@ def training_config(cfg: BenchConfig, workload: Workload, folder: str, world: Wo
             max_response_len=workload.response_len,
             ignore_eos=not workload.mean_len,
             log_probs=cfg.log_probs,
-            max_num_seqs=cfg.max_num_seqs,
-            tensor_model_parallel_size=cfg.tensor_model_parallel_size,
-            gpu_memory_utilization=cfg.gpu_memory_utilization or workload.gpu_memory_utilization,
-            sleep=cfg.sleep,
+            gpu_memory_utilization=workload.gpu_memory_utilization,
         ),
         prompts_per_step=prompts,
         mini_batch_size=prompts * workload.n // cfg.updates,
-        max_tokens_per_gpu=cfg.max_tokens_per_gpu or workload.max_tokens_per_gpu,
+        max_tokens_per_gpu=workload.max_tokens_per_gpu,
         num_steps=cfg.steps + 2,
         optim=OptimConfig(lr=1e-5),
         fsdp=FSDPConfig(),
@@ -221,8 +207,8 @@ def write_inputs(workload: Workload, folder: str, *, num_prompts: int) -> None:
 class Probes:
     """What the loop does not log: taken by standing in for names of train_grpo.py that it calls, and calling them."""
 
-    def __init__(self, *, num_steps: int, num_ranks: int) -> None:
-        self.num_steps, self.num_ranks = num_steps, num_ranks
+    def __init__(self, *, num_steps: int) -> None:
+        self.num_steps = num_steps
         self.launch_to_first_step_s = 0.0
         self.real_tokens = self.computed_tokens = 0
         self.raw_s = self.ours_s = 0.0
@@ -344,7 +330,7 @@ def figures(
         "roofline_update_s": None,
         "step_over_roofline": None,
     }
-    if "H200" in device and config.rollout.tensor_model_parallel_size == 1:
+    if "H200" in device:
         rollout_s, update_s = rooflines(model, probes, config, num_parameters, world)
         result |= {
             "roofline_rollout_s": rollout_s,

@@ -111,6 +111,11 @@ def main(path, out, tp_size):
         found[f"{name}: allocations"] = len(calls)
     found["short cuts change nothing"] = long["short cuts"] == long["plain"]
     found["longest"] = max(len(ids) for _, _, ids, _ in long["plain"][0])
+    closed = engine.generate(engine.share(SAMPLES), Sampling(n=3, max_response_len=240, temperature=TEMPERATURE))
+    next(closed)
+    closed.close()  # a reader who stops early: nothing runs on into the next call
+    rollouts = generate(engine, SAMPLES[:6], world, max_response_len=240)
+    found["after an early end"] = (summary(rollouts), [r.rollout_log_probs for r in rollouts]) == long["plain"]
     found["block size"] = engine._engine.vllm_config.cache_config.block_size
     engine._stop_token_ids = usual
 

@@ -50,7 +50,7 @@ def test_rooflines_of_fixed_lengths_are_the_formula_by_hand(tmp_path):
     from recipes.bench import BenchConfig
 
     config = training_config(BenchConfig(), Workload("1.7b", 64, 512), str(tmp_path), SINGLE)
-    probes = Probes(num_steps=1, num_ranks=1)
+    probes = Probes(num_steps=1)
     probes.prompt_lens, probes.response_lens = [100] * 64, [512] * 512
     probes.kv_cache_tokens, probes.max_num_seqs = 10**9, 512
     num_parameters = count_parameters(QWEN3_1_7B)
@@ -69,7 +69,7 @@ def test_half_the_sequences_in_flight_take_more_steps(tmp_path):
     from recipes.bench import BenchConfig
 
     config = training_config(BenchConfig(), Workload("1.7b", 64, 512), str(tmp_path), SINGLE)
-    probes = Probes(num_steps=1, num_ranks=1)
+    probes = Probes(num_steps=1)
     probes.prompt_lens, probes.response_lens = [100] * 64, [512] * 512
     times = []
     for probes.max_num_seqs in (512, 256):

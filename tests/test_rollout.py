@@ -57,6 +57,11 @@ def test_short_cuts_in_the_scheduler_change_nothing(found, layout):
     assert found[layout]["short cuts: allocations"] < 0.2 * found[layout]["plain: allocations"]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_call_that_was_ended_early_leaves_nothing_behind(found, layout):
+    assert found[layout]["after an early end"]
+
+
 def test_rollouts_do_not_depend_on_ranks_or_a_restart(found):
     assert found["2 ranks"]["rollouts"] == found["1 rank"]["rollouts"]
 
