@@ -56,7 +56,7 @@ from lib.parquet import Rows
 from lib.rollout import RolloutConfig, RolloutEngine, training_sampling
 from lib.scoring import RewardConfig, Scorer, check_error_rate, check_reward, error_counts
 from lib.tracking import Run, TrackingConfig, check_run
-from lib.weight_sync import check_log_probs_diff, names_to_check, wake_with_weights
+from lib.weight_sync import WeightSync, check_log_probs_diff, names_to_check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,16 +303,19 @@ def train(cfg: GRPOConfig) -> None:
                 cfg.model, str(model_files.folder), cfg.fsdp, world, max_tokens_per_gpu=cfg.max_tokens_per_gpu,
                 with_reference=cfg.kl_loss_coef > 0,
             )  # fmt: skip
-            optimizer, scheduler = build_optimizer(policy, cfg.optim, num_steps=num_steps)
+            optimizer, scheduler = build_optimizer(
+                policy, cfg.optim, num_steps=num_steps, on_host=cfg.fsdp.optimizer_offload
+            )
             reference = None
             if cfg.kl_loss_coef > 0:
                 reference = load_policy(cfg.model, str(model_files.folder), cfg.fsdp, world, trainable=False)
-                offload(cfg.fsdp, policy=reference)
+                offload(cfg.fsdp, reference)
         gathered = "once per optimizer step" if policy.keeps_gathered else "in every pass"
         activations = "recomputed in" if policy.model.is_gradient_checkpointing else "kept for"
         run.say(f"the policy is loaded; weights are gathered {gathered}, activations {activations} the backward pass")
         with startup.phase("sync the weights and compare all"):
-            num_compared = wake_with_weights(engine, policy, optimizer, fsdp=cfg.fsdp, names=None, time=nullcontext)
+            weight_sync = WeightSync(policy, engine, fsdp=cfg.fsdp)
+            num_compared = weight_sync.wake(names=None, time=nullcontext)
         run.say(f"the engine holds the policy's weights: all {num_compared} tensors are equal bit for bit")
         if val_samples and cfg.eval.before_train:
             with startup.phase("validate before training"):
@@ -328,7 +331,7 @@ def train(cfg: GRPOConfig) -> None:
                 # ---- Rollout: weights go to the engine, the engine samples, its memory comes back ----
                 with metrics.time("update_weights"):
                     names = names_to_check(engine, seed=cfg.seed, step=step)
-                    wake_with_weights(engine, policy, optimizer, fsdp=cfg.fsdp, names=names, time=metrics.time)
+                    weight_sync.wake(names=names, time=metrics.time)
                 samples = engine.share(prompts.next(cfg.prompts_per_step))
                 with metrics.time("gen"), run.progress(f"step {step}/{num_steps}: sampling", len(samples)) as advance:
                     for group in engine.generate(samples, training_sampling(cfg.rollout)):
@@ -350,7 +353,7 @@ def train(cfg: GRPOConfig) -> None:
                 batch = make_batch(rollouts, world, mini_batch_size=cfg.mini_batch_size)
 
                 # ---- Log-probs of the sampled tokens, under the policy before the update and under the reference ----
-                onload(cfg.fsdp, world, policy=policy, optimizer=optimizer)
+                onload(cfg.fsdp, policy, world)
                 passes = dict(
                     max_tokens_per_gpu=cfg.max_tokens_per_gpu, temperature=cfg.rollout.temperature, world=world
                 )
@@ -359,9 +362,9 @@ def train(cfg: GRPOConfig) -> None:
                         batch = batch.with_(old_log_probs=compute_log_probs(policy, batch, **passes))  # (B, T)
                 if reference is not None:
                     with metrics.time("ref"):
-                        onload(cfg.fsdp, world, policy=reference)
+                        onload(cfg.fsdp, reference, world)
                         batch = batch.with_(ref_log_probs=compute_log_probs(reference, batch, **passes))  # (B, T)
-                        offload(cfg.fsdp, policy=reference)
+                        offload(cfg.fsdp, reference)
 
                 # ---- Advantages, 0 outside response_mask ----
                 with metrics.time("adv"):
@@ -424,7 +427,7 @@ def train(cfg: GRPOConfig) -> None:
             )  # fmt: skip
             values |= {"training/global_step": step, "training/epoch": step * cfg.prompts_per_step / len(train_set)}
             if val_samples and cfg.eval.due(step, num_steps):
-                wake_with_weights(engine, policy, optimizer, fsdp=cfg.fsdp, names=names, time=nullcontext)
+                weight_sync.wake(names=names, time=nullcontext)
                 values |= evaluate(engine, val_samples, scorer, tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
                                    reward=cfg.reward, world=world, run=run, step=step)  # fmt: skip
                 engine.sleep()

@@ -20,7 +20,7 @@ class FSDPConfig:
     param_offload: bool = False
     """Keep the policy's shards on the host while the engine samples."""
     optimizer_offload: bool = False
-    """Keep the optimizer's moments on the host while the engine samples."""
+    """Keep the optimizer's moments on the host for good; a step streams them through the GPU."""
     reshard_after_forward: bool | None = None
     """Drop gathered layers after every pass and sum gradients over ranks in every micro-batch: least memory, most
     traffic; False: once per optimizer step; None: False where weights and gradients take a quarter of the GPU's
@@ -44,7 +44,9 @@ def load_policy(
     recompute = cfg.gradient_checkpointing
     if recompute is None and world.device.type == "cuda":
         free = torch.cuda.mem_get_info(world.device)[0]
-        needed = update_bytes(policy, world, dtype=dtype, max_tokens_per_gpu=max_tokens_per_gpu)
+        needed = update_bytes(
+            policy, world, dtype=dtype, max_tokens_per_gpu=max_tokens_per_gpu, moments_on_gpu=not fsdp.optimizer_offload
+        )
         if with_reference:
             needed += sum(p.numel() for p in policy.parameters()) * dtype.itemsize // world.size
         recompute = not world.all_agree(needed <= 0.95 * free)
@@ -80,12 +82,15 @@ def shard_(policy: CausalPolicy, fsdp: FSDPConfig, world: World, *, dtype: torch
             module.set_force_sum_reduction_for_comms(True)
 
 
-def update_bytes(policy: CausalPolicy, world: World, *, dtype: torch.dtype, max_tokens_per_gpu: int) -> int:
+def update_bytes(
+    policy: CausalPolicy, world: World, *, dtype: torch.dtype, max_tokens_per_gpu: int, moments_on_gpu: bool = True
+) -> int:
     """About the memory that a rank's update takes without recomputation, in bytes; meant to err upwards.
 
-    Shards of float32 weights, gradients and two moments; gathered weights and float32 gradients of everything or of two
-    layers; per token what the compiled layers keep for the backward pass (inputs of the norms, of the products and of
-    attention) and the head's logits. What Qwen3 of 0.6 to 4 B took on one H200 is 87 to 90 % of it (EXPERIMENTS.md).
+    Shards of float32 weights, gradients and (unless on the host) two moments; gathered weights and float32 gradients
+    of everything or of two layers; per token what the compiled layers keep for the backward pass (inputs of the norms,
+    of the products and of attention) and the head's logits. What Qwen3 of 0.6 to 4 B took on one H200 is 87 to 90 % of
+    it (EXPERIMENTS.md).
     """
     config, num_layers = policy.config, len(policy.layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -95,7 +100,8 @@ def update_bytes(policy: CausalPolicy, world: World, *, dtype: torch.dtype, max_
     layer = 4 * config.hidden_size + 3 * config.intermediate_size
     layer += (3 * config.num_attention_heads + 4 * config.num_key_value_heads) * head_dim
     per_token = (num_layers * layer + config.vocab_size) * dtype.itemsize
-    return 16 * parameters // world.size + gathered * (dtype.itemsize + 4) + per_token * max_tokens_per_gpu
+    of_shards = (16 if moments_on_gpu else 8) * parameters // world.size
+    return of_shards + gathered * (dtype.itemsize + 4) + per_token * max_tokens_per_gpu
 
 
 def begin_micro_batch(policy: CausalPolicy, *, last: bool) -> None:
@@ -117,39 +123,18 @@ def reshard(policy: nn.Module) -> None:
             module.reshard()
 
 
-def offload(
-    fsdp: FSDPConfig, *, policy: CausalPolicy | None = None, optimizer: torch.optim.Optimizer | None = None
-) -> None:
-    """Moves to the host what the config wants there while the engine samples, and returns cached memory to the GPU."""
-    if policy is not None:
-        reshard(policy)
-        if fsdp.param_offload:
-            policy.to("cpu")
-    if fsdp.optimizer_offload and optimizer is not None:
-        move_optimizer(optimizer, torch.device("cpu"))
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def offload(fsdp: FSDPConfig, policy: CausalPolicy) -> None:
+    """Moves the policy to the host if the config wants it there while the engine samples; returns cached memory."""
+    reshard(policy)
+    if fsdp.param_offload:
+        policy.to("cpu")
+    torch.cuda.empty_cache()  # a no-op without a GPU
 
 
-def onload(
-    fsdp: FSDPConfig, world: World, *, policy: CausalPolicy | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> None:  # fmt: skip
+def onload(fsdp: FSDPConfig, policy: CausalPolicy, world: World) -> None:
     """Moves back to the rank's device what `offload` took away."""
-    if fsdp.param_offload and policy is not None:
+    if fsdp.param_offload:
         policy.to(world.device)
-    if fsdp.optimizer_offload and optimizer is not None:
-        move_optimizer(optimizer, world.device)
-
-
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Moves the optimizer's moments; its step counters stay where they are."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.dim() > 0:
-                state[name] = value.to(device, non_blocking=True)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:

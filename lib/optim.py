@@ -1,16 +1,21 @@
 """AdamW, its schedule, and one optimizer step: clip by the global norm, skip what is not finite."""
 
 import math
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 from torch.optim.lr_scheduler import LambdaLR
 
 from lib.errors import UserError
 from lib.fsdp import reshard
+
+CHUNK = 2**26  # elements whose moments visit the GPU at once: 512 MiB, or one parameter that is larger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +55,105 @@ class OptimConfig:
                 raise UserError(f"{flag} is out of range; found {getattr(self, name)}, expected {rule}; change {flag}")
 
 
-def build_optimizer(policy: nn.Module, cfg: OptimConfig, *, num_steps: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """AdamW over the trainable parameters, and its schedule, stepped once per training step (as verl does)."""
+def build_optimizer(
+    policy: nn.Module, cfg: OptimConfig, *, num_steps: int, on_host: bool = False
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """AdamW over the trainable parameters, and its schedule, stepped once per training step (as verl does).
+
+    `on_host`: a GPU's moments stay in host memory (`HostAdamW`).
+    """
     reshard(policy)  # the optimizer must hold the shards
     parameters = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True
-    )
+    kind = HostAdamW if on_host and parameters[0].device.type == "cuda" else torch.optim.AdamW
+    optimizer = kind(parameters, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True)
     return optimizer, LambdaLR(optimizer, lambda step: lr_factor(step, cfg, num_steps))
+
+
+class HostAdamW(torch.optim.AdamW):
+    """AdamW of float32 parameters on a GPU whose moments stay in page-locked host memory, 8 bytes per parameter.
+
+    A step brings them to the GPU chunk by chunk: while one is updated with torch's fused kernel, the next one arrives
+    and the previous one leaves. The numbers are AdamW's, to the bit.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], **settings: object) -> None:
+        """Raises UserError when the host cannot lock the memory."""
+        super().__init__(parameters, **settings)
+        held = [p for group in self.param_groups for p in group["params"]]
+        sizes = [_local(p).numel() for p in held]
+        # Locked by hand: torch's own page-locked tensors are rounded up to a power of two.
+        self._moments = torch.zeros(2, sum(sizes))  # (2, all elements of this rank)
+        address = self._moments.data_ptr()
+        if sum(sizes) and int(torch.cuda.cudart().cudaHostRegister(address, self._moments.nbytes, 0)):
+            raise UserError(
+                "the host cannot hold the optimizer's moments; --fsdp.optimizer-offload True; found no "
+                f"{self._moments.nbytes / 2**30:.1f} GiB of memory that can be page-locked (ulimit -l, the container's "
+                "limit); turn it off, or use more ranks"
+            )
+        weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address)
+        for parameter, first, second in zip(held, *(row.split(sizes) for row in self._moments), strict=True):
+            shape = _local(parameter).shape
+            counter = torch.zeros((), device=parameter.device)
+            self.state[parameter] = {"step": counter, "exp_avg": first.view(shape), "exp_avg_sq": second.view(shape)}
+        self._arriving, self._leaving = torch.cuda.Stream(), torch.cuda.Stream()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One update of every parameter that has a gradient."""
+        assert closure is None
+        compute, left = torch.cuda.current_stream(), []  # left: what the GPU still copies out, and when that ends
+        for group in self.param_groups:
+            chunks = _chunks([p for p in group["params"] if p.grad is not None])
+            following = self._fetch(chunks[0]) if chunks else None
+            for place, chunk in enumerate(chunks):
+                (moments, arrived), following = following, None
+                for _, done in left[:-1]:
+                    done.synchronize()  # bounds the copies on the GPU: arriving, in use, leaving
+                del left[:-1]
+                if place + 1 < len(chunks):
+                    following = self._fetch(chunks[place + 1])
+                compute.wait_event(arrived)
+                states = [self.state[p] for p in chunk]
+                adamw(
+                    [_local(p) for p in chunk], [_local(p.grad) for p in chunk], *moments, [],
+                    [state["step"] for state in states], fused=True, amsgrad=False, maximize=False,
+                    beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+                    weight_decay=group["weight_decay"], eps=group["eps"],
+                )  # fmt: skip
+                self._leaving.wait_stream(compute)
+                with torch.cuda.stream(self._leaving):
+                    for name, arrivals in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+                        for state, moment in zip(states, arrivals, strict=True):
+                            state[name].copy_(moment, non_blocking=True)
+                left.append((moments, self._leaving.record_event()))
+        self._leaving.synchronize()
+
+    def _fetch(self, chunk: list[Tensor]) -> tuple[tuple[list[Tensor], list[Tensor]], torch.cuda.Event]:
+        """Both moments of these parameters on the GPU, and when they are there."""
+        with torch.cuda.stream(self._arriving):
+            moments = tuple(
+                [self.state[p][name].to(p.device, non_blocking=True) for p in chunk]
+                for name in ("exp_avg", "exp_avg_sq")
+            )
+        return moments, self._arriving.record_event()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _chunks(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """The parameters in order, in runs of at most CHUNK elements of this rank, or of one parameter."""
+    chunks: list[list[Tensor]] = []
+    room = 0
+    for parameter in parameters:
+        size = _local(parameter).numel()
+        if not chunks or size > room:
+            chunks.append([])
+            room = CHUNK
+        chunks[-1].append(parameter)
+        room -= size
+    return chunks
 
 
 def lr_factor(step: int, cfg: OptimConfig, num_steps: int) -> float:

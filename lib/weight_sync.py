@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lib.dist import World
 from lib.errors import WeightSyncError
-from lib.fsdp import FSDPConfig, full_tensor, iter_full_tensors, iter_gathered, offload, onload
+from lib.fsdp import FSDPConfig, full_tensor, iter_full_tensors, iter_gathered, offload, onload, reshard
 from lib.model import CausalPolicy
 from lib.rollout import RolloutEngine
 
@@ -100,68 +99,117 @@ def checksum(tensor: Tensor) -> int:
     return int(total)
 
 
-def wake_with_weights(
-    engine: RolloutEngine, policy: CausalPolicy, optimizer: torch.optim.Optimizer | None, *, fsdp: FSDPConfig,
-    names: list[str] | None, time: Callable[[str], AbstractContextManager],
-) -> int:  # fmt: skip
-    """Hands the GPU from trainer to engine: the engine comes back awake, with the policy's weights, proved.
+class WeightSync:
+    """The way of one policy's weights into one engine. All methods are executed by all ranks together."""
 
-    The order keeps the peak low: moments leave first; the engine's weights are mapped and written while the policy is
-    still here; then the policy leaves (as far as the config says) and the KV cache takes its place. `names` are the
-    engine parameters to compare (None: all, after a first sync through the engine's loader); gives how many were.
-    `time(name)` measures a body. Executed by all ranks together.
-    """
-    with time("wake"):
-        offload(fsdp, optimizer=optimizer)
-        engine.wake("weights")
-        onload(fsdp, engine.world, policy=policy)  # a no-op unless the policy was left on the host
-    with time("sync_weights"):
-        (load_weights if names is None else sync_weights)(policy, engine)
-    with time("verify_weights"):
-        num_verified = verify_weights(policy, engine, engine.world, names=names)
-    with time("wake"):
-        offload(fsdp, policy=policy)
-        engine.wake("kv_cache")
-    return num_verified
+    def __init__(self, policy: CausalPolicy, engine: RolloutEngine, *, fsdp: FSDPConfig) -> None:
+        self.policy, self.engine, self.fsdp = policy, engine, fsdp
+        self.layout = engine_layout(policy, tp_size=engine.tp_size, tp_rank=engine.tp_rank)
+        # Where each Hugging Face tensor goes: its pieces, and the places in the engine that they fill. The engine's
+        # addresses stay for good, so that captured graphs stay valid.
+        self._places: dict[str, list[tuple[Piece, Tensor]]] = {}
+        self._padding: list[Tensor] = []
+        self._shards: list[Tensor] | None = None  # on a single rank: what goes into each place, in their order
+
+    def wake(self, *, names: list[str] | None, time: Callable[[str], AbstractContextManager]) -> int:
+        """Hands the GPU from trainer to engine: the engine comes back awake, with the policy's weights, proved.
+
+        The order keeps the peak low: the engine's weights are mapped and written while the policy is still here; then
+        the policy leaves (if the config says so) and the KV cache takes its place. `names` are the engine parameters
+        to compare (None: all, after a first sync through the engine's loader); gives how many were. `time(name)`
+        measures a body.
+        """
+        with time("wake"):
+            reshard(self.policy)
+            torch.cuda.empty_cache()
+            self.engine.wake("weights")
+            onload(self.fsdp, self.policy, self.engine.world)  # a no-op unless the policy was left on the host
+        with time("sync_weights"):
+            self.load() if names is None else self.copy()
+        with time("verify_weights"):
+            num_verified = self.verify(names)
+        with time("wake"):
+            offload(self.fsdp, self.policy)
+            self.engine.wake("kv_cache")
+        return num_verified
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Copies every weight of the policy into the engine's own parameters, in the engine's precision.
+
+        The engine's weights must be awake, and its layout proved before (`load`, then `verify`).
+        """
+        if not self._places:
+            self._find_places()
+        if self._padding:
+            torch._foreach_zero_(self._padding)
+        if self.engine.world.size > 1:
+            for weights in iter_gathered(self.policy):
+                for source, weight in weights.items():
+                    for piece, place in self._places[source]:
+                        place.copy_(_part(piece, weight, place))
+            return
+        if self._shards is None or self.fsdp.param_offload:  # which gives the shards new addresses
+            reshard(self.policy)
+            self._shards = [
+                _part(piece, parameter.detach().to_local(), place)
+                for source, parameter in self.policy.named_parameters()
+                for piece, place in self._places[source]
+            ]
+        # One call: to launch hundreds of copies takes far longer than to copy.
+        torch._foreach_copy_([place for places in self._places.values() for _, place in places], self._shards)
+
+    def _find_places(self) -> None:
+        held = self.engine.parameters()
+        places: dict[str, list[tuple[Piece, Tensor]]] = {name: [] for name, _ in self.policy.named_parameters()}
+        for name, pieces in self.layout.items():
+            start = 0
+            for piece in pieces:
+                length = held[name].shape[piece.dim] if piece.length is None else piece.length
+                place = held[name].narrow(piece.dim, start, length)
+                start += length
+                if piece.source is None:
+                    self._padding.append(place)
+                else:
+                    places[piece.source].append((piece, place))
+        assert all(places.values()), "a weight of the policy has no place in the engine"
+        self._places = places
+
+    def load(self) -> None:
+        """Writes every weight of the policy into the engine through vLLM's loader, in the engine's precision.
+
+        The engine's weights must be awake. Raises WeightSyncError when the engine reports that a parameter was not
+        written.
+        """
+        dtype = next(self.engine.model.parameters()).dtype
+        written = self.engine.load_weights(iter_full_tensors(self.policy, dtype))
+        missing = set(self.engine.parameters()) - written
+        self.engine.world.agree(lambda: _refuse_missing(missing))
+
+    def verify(self, names: list[str] | None = None) -> int:
+        """The number of engine parameters whose bits were proved equal to the policy's; of all when names is None.
+
+        All ranks give the same names. Raises WeightSyncError, naming the tensors.
+        """
+        held = self.engine.parameters()
+        self.engine.world.agree(lambda: _refuse_unknown(set(held) ^ set(self.layout)))
+        parameters = dict(self.policy.named_parameters())
+        dtype = next(iter(held.values())).dtype
+        names = sorted(self.layout) if names is None else names
+        wrong = []
+        for name in names:
+            pieces = self.layout[name]
+            sources = {p.source: full_tensor(parameters[p.source], dtype) for p in pieces if p.source is not None}
+            expected = torch.cat([_cut(piece, sources, held[name]) for piece in pieces], dim=pieces[0].dim)
+            if expected.shape != held[name].shape or checksum(expected) != checksum(held[name]):
+                wrong.append(name)
+        self.engine.world.agree(lambda: _refuse_wrong(wrong))
+        return len(names)
 
 
-@torch.no_grad()
-def sync_weights(policy: CausalPolicy, engine: RolloutEngine) -> None:
-    """Copies every weight of the policy into the engine's own parameters, in the engine's precision.
-
-    The addresses stay, so captured graphs stay valid. Executed by all ranks together; the engine's weights must be
-    awake, and its layout proved before (`load_weights`, then `verify_weights`).
-    """
-    held = engine.parameters()
-    views: dict[str, list[tuple[Piece, Tensor]]] = {}  # Hugging Face name -> where its pieces go
-    for name, pieces in engine_layout(policy, tp_size=engine.tp_size, tp_rank=engine.tp_rank).items():
-        start = 0
-        for piece in pieces:
-            dim = piece.dim
-            length = held[name].shape[dim] if piece.length is None else piece.length
-            view = held[name].narrow(dim, start, length)
-            start += length
-            if piece.source is None:
-                view.zero_()
-            else:
-                views.setdefault(piece.source, []).append((piece, view))
-    for weights in iter_gathered(policy):
-        for source, weight in weights.items():
-            for piece, view in views.pop(source):
-                view.copy_(weight.narrow(piece.dim, piece.start, view.shape[piece.dim]))
-    assert not views, f"the policy has no {sorted(views)[0]}"
-
-
-def load_weights(policy: CausalPolicy, engine: RolloutEngine) -> None:
-    """Writes every weight of the policy into the engine through vLLM's loader, in the engine's precision.
-
-    Executed by all ranks together; the engine's weights must be awake. Raises WeightSyncError, on all ranks, when the
-    engine reports that a parameter was not written.
-    """
-    dtype = next(engine.model.parameters()).dtype
-    written = engine.load_weights(iter_full_tensors(policy, dtype))
-    missing = set(engine.parameters()) - written
-    engine.world.agree(lambda: _refuse_missing(missing))
+def _part(piece: Piece, source: Tensor, place: Tensor) -> Tensor:
+    """What of a whole tensor fills this place."""
+    return source.narrow(piece.dim, piece.start, place.shape[piece.dim])
 
 
 def _refuse_missing(missing: set[str]) -> None:
@@ -170,26 +218,6 @@ def _refuse_missing(missing: set[str]) -> None:
             f"the weight sync did not reach {len(missing)} engine parameters; the first is {min(missing)}; "
             "its architecture is laid out in a way this version does not know; please report the model's config.json"
         )
-
-
-def verify_weights(policy: CausalPolicy, engine: RolloutEngine, world: World, *, names: list[str] | None = None) -> int:
-    """The number of engine parameters whose bits were proved equal to the policy's; all of them when names is None.
-
-    Executed by all ranks together with the same names. Raises WeightSyncError on all ranks, naming the tensors.
-    """
-    layout = engine_layout(policy, tp_size=engine.tp_size, tp_rank=engine.tp_rank)
-    held = engine.parameters()
-    world.agree(lambda: _refuse_unknown(set(held) ^ set(layout)))
-    parameters = dict(policy.named_parameters())
-    dtype = next(iter(held.values())).dtype
-    wrong = []
-    for name in sorted(layout) if names is None else names:
-        sources = {p.source: full_tensor(parameters[p.source], dtype) for p in layout[name] if p.source is not None}
-        expected = torch.cat([_cut(piece, sources, held[name]) for piece in layout[name]], dim=layout[name][0].dim)
-        if expected.shape != held[name].shape or checksum(expected) != checksum(held[name]):
-            wrong.append(name)
-    world.agree(lambda: _refuse_wrong(wrong))
-    return len(layout) if names is None else len(names)
 
 
 def _cut(piece: Piece, sources: dict[str, Tensor], like: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
     torchrun --nproc_per_node=1 -m recipes.bench --workload P1
 
 It runs train_grpo.py's own loop on a model with random weights and made-up prompts, in a temporary folder: one step to
-warm up, the measured ones, and a last one in which the same requests also go through vLLM's own `LLM.generate`.
+warm up, then the measured ones. In the last one the same requests also go through vLLM's own `LLM.generate`, whose
+seconds are taken off the step's.
 """
 
 import heapq
@@ -57,6 +58,7 @@ class Workload:
     n: int = 8
     max_tokens_per_gpu: int = 16384
     gpu_memory_utilization: float = 0.5
+    optimizer_offload: bool = False
 
 
 WORKLOADS = {
@@ -66,6 +68,7 @@ WORKLOADS = {
     "P3": Workload("4b", 64, 512, max_tokens_per_gpu=8192, gpu_memory_utilization=0.45),
     "P4": Workload("0.6b", 64, 4096, gpu_memory_utilization=0.85),
     "P5": Workload("8b", 512, 1024, mean_len=256, max_tokens_per_gpu=8192),
+    "P6": Workload("8b", 64, 512, max_tokens_per_gpu=8192, gpu_memory_utilization=0.6, optimizer_offload=True),
 }
 FIGURES = {
     "step_s_median": "seconds of a measured step, its validation and logging left out: median",
@@ -76,6 +79,7 @@ FIGURES = {
     "gen_tok_per_s": "response tokens of all GPUs / rollout_s",
     "rollout_ratio": "our tokens/s on the last step's requests / those of vLLM's own LLM.generate on the same ones, "
     "once each; above 1: we are faster",
+    "rollout_idle": "share of the generation that a GPU waits for the slowest one, mean over GPUs, last step",
     "raw_generate_s": "seconds of that LLM.generate: ids only, final outputs only, garbage collector off",
     "mfu_update": "FLOPs of the update (3 forward passes; recompute and padding do not count) / update_s / GPUs / "
     "790e12, an H200's measured rate",
@@ -104,7 +108,7 @@ FIGURES = {
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    workload: Literal["tiny", "P1", "P2", "P3", "P4", "P5"] = "P1"
+    workload: Literal["tiny", "P1", "P2", "P3", "P4", "P5", "P6"] = "P1"
     """Shape, prompts per step and response length: see WORKLOADS in recipes/bench.py."""
     steps: int = 3
     """Measured steps."""
@@ -141,7 +145,10 @@ def main(cfg: BenchConfig) -> None:
         with probes.installed(), reporting_errors(debug=True):
             train_grpo.train(config)
         if world.rank == 0:
-            rows = [row for row in read_metrics(Path(folder) / "run") if "timing_s/step" in row][1:-1]
+            rows = [row for row in read_metrics(Path(folder) / "run") if "timing_s/step" in row][1:]
+            with_raw = rows[-1]["timing_s/gen"]
+            rows[-1]["timing_s/gen"] = max(probes.seconds_by_rank)
+            rows[-1]["timing_s/step"] -= with_raw - max(probes.seconds_by_rank)
             model = json.loads((Path(folder) / "model" / "config.json").read_text())
             report(figures(rows, probes, model, config, workload, world, prepared_s=prepared), rows, cfg, world)
     finally:
@@ -173,9 +180,9 @@ def training_config(cfg: BenchConfig, workload: Workload, folder: str, world: Wo
         prompts_per_step=prompts,
         mini_batch_size=prompts * workload.n // cfg.updates,
         max_tokens_per_gpu=workload.max_tokens_per_gpu,
-        num_steps=cfg.steps + 2,
+        num_steps=cfg.steps + 1,
         optim=OptimConfig(lr=1e-5),
-        fsdp=FSDPConfig(),
+        fsdp=FSDPConfig(optimizer_offload=workload.optimizer_offload),
         eval=EvalConfig(every=0),
         run_dir=f"{folder}/run",
     )
@@ -212,6 +219,7 @@ class Probes:
         self.launch_to_first_step_s = 0.0
         self.real_tokens = self.computed_tokens = 0
         self.raw_s = self.ours_s = 0.0
+        self.seconds_by_rank: list[float] = []
         self.raw_tokens = self.ours_tokens = 0
         self.response_lens: list[int] = []
         self.prompt_lens: list[int] = []
@@ -250,8 +258,9 @@ class Probes:
                 for group in super().generate(samples, sampling, **keywords):
                     groups.append(group)
                     yield group
-                if self.calls == probes.num_steps:  # the last step, which is not counted
+                if self.calls == probes.num_steps:
                     probes.ours_s = time.perf_counter() - started
+                    probes.seconds_by_rank = self.world.gather(probes.ours_s)
                     probes.ours_tokens = sum(len(rollout.response_ids) for group in groups for rollout in group)
                     probes.raw_s, probes.raw_tokens = self.generate_raw(samples, sampling)
                     probes.response_lens = [len(rollout.response_ids) for group in groups for rollout in group]
@@ -307,6 +316,7 @@ def figures(
         "update_s": update,
         "gen_tok_per_s": num_tokens / gen,
         "rollout_ratio": probes.ours_tokens / probes.ours_s / (probes.raw_tokens / probes.raw_s),
+        "rollout_idle": 1 - fmean(probes.seconds_by_rank) / max(probes.seconds_by_rank),
         "raw_generate_s": probes.raw_s,
         "mfu_update": share_of_limit("actor"),
         "mfu_update_nominal": share_of_limit("actor") and share_of_limit("actor") * FLOPS / peak,

@@ -21,7 +21,7 @@ from lib.model import ModelConfig
 from lib.optim import OptimConfig, build_optimizer, optimizer_step
 from lib.rollout import RolloutConfig, RolloutEngine, Sampling
 from lib.types import Sample, Score
-from lib.weight_sync import load_weights, names_to_check, sync_weights, verify_weights
+from lib.weight_sync import WeightSync, names_to_check
 
 TEMPERATURE = 0.7
 SAMPLES = [
@@ -81,9 +81,10 @@ def main(path, out, tp_size):
     found["host restored after building"] = host_state() == before
     engine.sleep()
     policy = load_policy(ModelConfig(dtype="float32"), path, FSDPConfig(), world)
-    found["stale before the first sync"] = stops(lambda: verify_weights(policy, engine, world))
-    load_weights(policy, engine)
-    found["num tensors"] = verify_weights(policy, engine, world)
+    weight_sync = WeightSync(policy, engine, fsdp=FSDPConfig())
+    found["stale before the first sync"] = stops(weight_sync.verify)
+    weight_sync.load()
+    found["num tensors"] = weight_sync.verify()
 
     torch.manual_seed(4)
     before = host_state()
@@ -132,14 +133,19 @@ def main(path, out, tp_size):
     optimizer_step(policy, optimizer, clip_grad=1.0)
     names = names_to_check(engine, seed=0, step=1)
     found["names"] = names
-    found["one step stale"] = stops(lambda: verify_weights(policy, engine, world, names=names))
-    sync_weights(policy, engine)
-    found["after another sync"] = stops(lambda: verify_weights(policy, engine, world))
+    found["one step stale"] = stops(lambda: weight_sync.verify(names))
+    weight_sync.copy()
+    found["after another sync"] = stops(weight_sync.verify)
+    optimizer.zero_grad()
+    forward_policy(policy, batch, temperature=TEMPERATURE)[0].sum().backward()
+    optimizer_step(policy, optimizer, clip_grad=1.0)
+    weight_sync.copy()  # from and to the places of the first copy
+    found["after a third sync"] = stops(weight_sync.verify)
 
     # One layer left unsynced: as if the loader had skipped it.
     with torch.no_grad():
         engine.parameters()["model.layers.1.mlp.down_proj.weight"].zero_()
-    found["one layer unsynced"] = stops(lambda: verify_weights(policy, engine, world))
+    found["one layer unsynced"] = stops(weight_sync.verify)
     if world.rank == 0:
         with open(out, "w") as file:
             json.dump(found, file)

@@ -1,0 +1,164 @@
+"""On a GPU: the fast paths beside the slow ones, as JSON.
+
+python -m tests.gpu.worker update|engine MODEL OUT
+"""
+
+import json
+import sys
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+import vllm
+
+import lib.optim
+import lib.rollout
+from lib.advantages import GroupAdvantage
+from lib.batching import iter_micro_batches, make_batch
+from lib.dist import SINGLE, init_distributed, shutdown_distributed
+from lib.forward import forward_policy
+from lib.fsdp import FSDPConfig, begin_micro_batch, load_policy
+from lib.losses import ClipLoss, aggregate
+from lib.metrics import Metrics, mismatch_metrics, update_metrics
+from lib.model import ModelConfig
+from lib.optim import HostAdamW
+from lib.rollout import RolloutConfig, RolloutEngine
+from lib.weight_sync import WeightSync
+from tests.rollout_worker import SAMPLES, generate, summary
+from tests.tiny import make_rollouts
+
+
+def backward(policy, batch, *, rows, metrics=None):
+    """One micro-batch of the loop in train_grpo.py."""
+    begin_micro_batch(policy, last=True)
+    log_probs, entropy = forward_policy(policy, batch, temperature=0.9)
+    batch = batch.to(log_probs.device)
+    token_loss, stats = ClipLoss()(log_probs, batch)
+    terms = {"pg_loss": aggregate(token_loss, batch.response_mask, "token-mean") / rows}
+    terms["entropy_loss"] = aggregate(entropy, batch.response_mask, "token-mean") / rows
+    loss = terms["pg_loss"] - 0.01 * terms["entropy_loss"]
+    loss.backward()
+    if metrics is not None:
+        update_metrics(metrics, batch.response_mask, terms={**terms, "loss": loss}, stats=stats, num_updates=1)
+        mismatch_metrics(log_probs, batch, metrics)
+
+
+def gradients(policy, batch):
+    policy.zero_grad()
+    backward(policy, batch, rows=len(batch))
+    return {name: p.grad.to_local().double().cpu() for name, p in policy.named_parameters()}
+
+
+def error(ours, expected):
+    difference = sum(float((ours[name] - expected[name]).square().sum()) for name in expected)
+    return (difference / sum(float(t.square().sum()) for t in expected.values())) ** 0.5
+
+
+def make(num_groups, world):
+    batch = make_batch(make_rollouts(num_groups=num_groups, max_len=60), SINGLE, mini_batch_size=num_groups * 3)
+    advantages, returns = GroupAdvantage()(batch, SINGLE)
+    [micro_batch] = iter_micro_batches(batch.with_(advantages=advantages, returns=returns), 100_000, world)
+    return micro_batch
+
+
+def of_the_update(path, world):
+    """Compiled against eager layers, both against float32; graphs; no wait for the GPU within a micro-batch."""
+    batch, found = make(6, world), {}
+    policy = load_policy(ModelConfig(dtype="bfloat16", gradient_checkpointing=False), path, FSDPConfig(), world)
+    compiled = gradients(policy, batch)
+    found["graphs"] = []
+    for num_groups in (2, 3, 4, 5, 8):
+        gradients(policy, make(num_groups, world))
+        found["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    with torch.compiler.set_stance("force_eager"):
+        eager = gradients(policy, batch)
+    torch.set_float32_matmul_precision("highest")
+    exact = load_policy(ModelConfig(dtype="float32", gradient_checkpointing=False), path, FSDPConfig(), world)
+    expected = gradients(exact, batch)
+    found["compiled error"], found["eager error"] = error(compiled, expected), error(eager, expected)
+
+    metrics = Metrics(world)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")  # raises where the host waits for the GPU
+    try:
+        backward(policy, batch, rows=len(batch), metrics=metrics)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found["metrics"] = len(metrics.reduce())
+    return found
+
+
+def of_the_optimizer():
+    """Whether moments on the host give AdamW's weights bit for bit, over several chunks."""
+    lib.optim.CHUNK = 1000
+    generator = torch.Generator("cuda").manual_seed(0)
+    sizes = ((700,), (30, 20), (5000,), (1,), (0,), (400,))
+    start = [torch.randn(size, device="cuda", generator=generator) for size in sizes]
+    both = [[p.clone().requires_grad_() for p in start] for _ in range(2)]
+    settings = dict(lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, fused=True)
+    optimizers = [HostAdamW(both[0], **settings), torch.optim.AdamW(both[1], **settings)]
+    same = []
+    for step in range(4):
+        for ours, plain in zip(*both, strict=True):
+            ours.grad = plain.grad = torch.randn(ours.shape, device="cuda", generator=generator)
+        if step == 2:
+            both[0][1].grad = both[1][1].grad = None  # a parameter without a gradient is left alone
+        for optimizer in optimizers:
+            optimizer.step()
+        same.append(all(torch.equal(ours, plain) for ours, plain in zip(*both, strict=True)))
+    moments = [optimizers[0].state[p]["exp_avg"] for p in both[0]]
+    return {"same": same, "pinned": all(m.is_pinned() for m in moments if m.numel()), "at": str(moments[0].device)}
+
+
+def of_the_engine(path, world):
+    """Short cuts against vLLM's scheduler as it is, under preemption and prefix hits; both ways of syncing."""
+    vllm.LLM = partial(vllm.LLM, num_gpu_blocks_override=150)  # 40 responses of 240 tokens want 600 blocks of 16
+    engine = RolloutEngine(
+        RolloutConfig(max_response_len=240, max_num_batched_tokens=2048, gpu_memory_utilization=0.3), path,
+        dtype="bfloat16", max_prompt_len=16, most_responses=40, stop_token_ids=[11], world=world, seed=5,
+    )  # fmt: skip
+    engine.sleep()
+    policy, found = load_policy(ModelConfig(dtype="bfloat16"), path, FSDPConfig(), world), {}
+    weight_sync = WeightSync(policy, engine, fsdp=FSDPConfig())
+    engine.wake("weights")
+    weight_sync.load()
+    found["loaded"] = weight_sync.verify()
+    found["copied"] = []
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in [*engine.parameters().values(), *policy.parameters()]:
+                parameter.mul_(-1)
+            engine.parameters()["model.norm.weight"].zero_()
+        weight_sync.copy()
+        found["copied"].append(weight_sync.verify())
+    engine.wake("kv_cache")
+    scheduler = engine._engine.engine_core.engine_core.scheduler
+    found["scheduler"] = type(scheduler).__name__
+    preempt, count = type(scheduler)._preempt_request, []
+    type(scheduler)._preempt_request = lambda self, *a, **k: (count.append(1), preempt(self, *a, **k))[1]
+    results = {}
+    for name, patches in {"short cuts": lib.rollout.short_cuts, "plain": lambda _: nullcontext()}.items():
+        lib.rollout.short_cuts = patches
+        engine._llm.reset_prefix_cache()
+        count.clear()
+        rounds = [generate(engine, SAMPLES, world, n=4, max_response_len=240) for _ in range(2)]
+        results[name] = [(summary(rollouts), [r.rollout_log_probs for r in rollouts]) for rollouts in rounds]
+        found[f"{name}: preempted"] = len(count)
+    found["short cuts change nothing"] = results["short cuts"] == results["plain"]
+    found["longest"] = max(len(ids) for _, _, ids, _ in results["plain"][0][0])
+    return found
+
+
+def main(part, path, out):
+    world = init_distributed()
+    if part == "update":
+        found = {"update": of_the_update(path, world), "optimizer": of_the_optimizer()}
+    else:
+        found = of_the_engine(path, world)
+    with open(out, "w") as file:
+        json.dump(found, file, indent=1)
+    shutdown_distributed()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
