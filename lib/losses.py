@@ -196,8 +196,8 @@ class GeoMeanLoss(PolicyLoss):
         """The loss (b, t) times the geometric mean of the response's importance weights, where there are any."""
         if batch.is_weights is None:
             return token_loss
-        log_weights = torch.where(batch.response_mask, batch.is_weights, 1).log()  # (b, t), -inf for a weight of 0
-        return token_loss * masked_mean(log_weights, batch.response_mask, dim=-1).exp()[:, None]
+        mean = masked_mean(batch.is_weights.log(), batch.response_mask, dim=-1)  # (b,), -inf with a weight of 0
+        return token_loss * mean.exp()[:, None]
 
 
 @dataclass(frozen=True, kw_only=True)

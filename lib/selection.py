@@ -13,6 +13,8 @@ from torch import Tensor
 from lib.dist import World
 from lib.types import Batch
 
+UNITS = 2**20
+
 
 class Candidate(NamedTuple):
     """A token that may be chosen. Sorts by priority, then at random; the rest tells it from all other tokens."""
@@ -26,24 +28,25 @@ class Candidate(NamedTuple):
 
 
 def token_sums(batch: Batch) -> Tensor:
-    """(3,) float64: number, sum of the advantages and sum of the old log-probs of this rank's response tokens."""
+    """(3,) int64: number of this rank's response tokens, sums of their advantages and old log-probs in units of 2^-20.
+
+    Integers, because their sum does not depend on the order of addition, and so not on the ranks.
+    """
     assert batch.old_log_probs is not None and batch.advantages is not None, "computed before the update"
     mask = batch.response_mask
-    advantages, old_log_probs = (x[mask].double().sum() for x in (batch.advantages, batch.old_log_probs))
-    return torch.stack([mask.sum().double(), advantages, old_log_probs])
+    columns = (batch.advantages[mask], batch.old_log_probs[mask])
+    return torch.stack([mask.sum(), *((column.double() * UNITS).round().long().sum() for column in columns)])
 
 
 def covariances(batch: Batch, sums: Tensor) -> Tensor:
-    """(A - mean A) x (log p_old - mean log p_old) per token, (B, T) float64, 0 outside response_mask.
+    """(A - mean A) x (log p_old - mean log p_old) per token, (B, T) float64, anything outside response_mask.
 
-    `sums` are the `token_sums` of all ranks, added. Source: arXiv:2505.22617, where the mean of this over a batch is
-    what drives the change of entropy. The means are rounded to float32, so that the last bits of the sums, which
-    depend on the order of addition and so on the ranks, leave no trace.
+    `sums` are the `token_sums` of all ranks, added. Its mean over a batch is what drives the change of entropy
+    (arXiv:2505.22617).
     """
     assert batch.old_log_probs is not None and batch.advantages is not None, "computed before the update"
-    mean_advantage, mean_log_prob = (sums[1:] / sums[0].clamp(min=1)).float().double()
-    product = (batch.advantages.double() - mean_advantage) * (batch.old_log_probs.double() - mean_log_prob)
-    return torch.where(batch.response_mask, product, 0)
+    mean_advantage, mean_log_prob = sums[1:].double() / (sums[0].clamp(min=1) * UNITS)
+    return (batch.advantages.double() - mean_advantage) * (batch.old_log_probs.double() - mean_log_prob)
 
 
 def best_candidates(batch: Batch, priorities: Tensor, eligible: Tensor, k: int) -> list[Candidate]:
@@ -81,7 +84,7 @@ def select_by_covariance(
     at random (all of them where there are fewer). Executed by all ranks together.
     """
     sums = world.sum(token_sums(batch))
-    k = max(1, int(ratio * float(sums[0])))
+    k = max(1, int(ratio * int(sums[0])))
     cov = covariances(batch, sums)  # (B, T)
     if between is None:
         candidates = best_candidates(batch, -cov, batch.response_mask, k)

@@ -91,8 +91,10 @@ E = math.exp
         (DPPOKLLoss(clip_high=0.0682), 1.5, 1.0, 0.0, 0.0, {"pg_clipfrac": 1}),
         (DPPOKLLoss(clip_high=0.0683), 1.5, 1.0, -1.5 * (math.log(1.5) - 1), -1.5, {"pg_clipfrac": 0}),
         (DPPOTVLoss(max_ratio=1.1), 1.3, 1.0, -1.1 * (math.log(1.3) - 1), -1.1, {"pg_clipfrac_lower": 1}),
+        (DPPOTVLoss(max_ratio=1.1), 1.5, 1.0, 0.0, 0.0, {"pg_clipfrac": 1, "pg_clipfrac_lower": 0}),
         (DROLoss(), 1.5, 1.0, 0.602755, -0.959453, {}),
         (DROLoss(), 1.0, 1.0, 1.0, -1.0, {}),
+        (DROLoss(), E(30), 1.0, 45.0 - 29.0, 2.0, {}),
         (GSPOLoss(), E(30), -1.0, E(10), 0.0, {"pg_clipfrac": 0}),
     ],
 )
@@ -346,7 +348,9 @@ def test_masked_places_reach_neither_selection_nor_loss_nor_gradient(loss, poiso
         values.requires_grad_()
         of_batch = loss.prepare(of_batch, SINGLE)
         whole = mini_batch_loss(loss, values, of_batch, loss.agg_mode, 3.0)
-        metrics = [torch.where(mask, metric, 0) for metric in loss(values, of_batch)[1].values()]
+        token_loss, metrics = loss(values, of_batch)
+        assert token_loss.isfinite().all()
+        metrics = [torch.where(mask, metric, 0) for metric in metrics.values()]
         results.append((whole, *torch.autograd.grad(whole, values), *metrics))
     for clean, ours in zip(*results, strict=True):
         assert torch.equal(clean, ours)
@@ -387,13 +391,14 @@ def test_a_probability_that_rounds_to_one_is_not_far_from_one_just_below():
     assert metrics["pg_clipfrac"].tolist() == [[0, 0, 0]]
 
 
-def test_a_token_that_lost_all_its_probability_is_outside_the_trust_region():
-    """Its log-ratio is beyond the clamp of the ratio, which must not stand in for its old probability."""
+@pytest.mark.parametrize(("old", "new", "advantage"), [(-0.1, -50.0, -1.0), (-0.7, 0.0, 1.0)])
+def test_a_token_that_lost_or_won_all_probability_is_outside_the_trust_region(old, new, advantage):
+    """The first one's log-ratio is beyond the clamp of the ratio, which must not stand in for its old probability."""
     batch = batch_of(
-        torch.ones(1, 1, dtype=torch.bool), advantages=torch.tensor([[-1.0]]), old_log_probs=torch.tensor([[-0.1]])
+        torch.ones(1, 1, dtype=torch.bool), advantages=torch.tensor([[advantage]]), old_log_probs=torch.tensor([[old]])
     )
     for loss in (DPPOTVLoss(), DPPOKLLoss()):
-        assert loss(torch.tensor([[-50.0]]), batch)[1]["pg_clipfrac"].item() == 1
+        assert loss(torch.tensor([[new]]), batch)[1]["pg_clipfrac"].item() == 1
 
 
 # ---- Weights, names, knobs ----
@@ -412,6 +417,15 @@ def test_importance_weights_scale_the_loss_of_a_token_or_by_their_geometric_mean
             chosen = [math.prod(chosen) ** (1 / len(chosen))] * len(chosen) if chosen else []
         expected = [x * w for x, w in zip(token_loss[row][mask].tolist(), chosen, strict=True)]
         assert weighed[row][mask].tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def test_weights_in_masked_places_reach_no_gradient_whatever_the_loss():
+    """Not even that of a loss of somebody's own that leaves the masking to the aggregation."""
+    mask = torch.tensor([[True, False, False]])
+    token_loss = torch.ones(1, 3, requires_grad=True)
+    batch = batch_of(mask, is_weights=torch.tensor([[2.0, math.nan, math.inf]]))
+    aggregate(GPGLoss().weigh(token_loss, batch), mask, "token-mean").backward()
+    assert token_loss.grad.tolist() == [[2, 0, 0]]
 
 
 def test_metrics_are_logged_as_means_over_response_tokens():

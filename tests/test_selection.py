@@ -51,7 +51,7 @@ def places(batch, selected):
 def select_over(parts, ratio, between):
     """What `select_by_covariance` does on every rank, without processes."""
     sums = sum(token_sums(part) for part in parts)
-    k = max(1, int(ratio * float(sums[0])))
+    k = max(1, int(ratio * int(sums[0])))
     found = []
     for part in parts:
         cov = covariances(part, sums)
@@ -85,8 +85,7 @@ def slow_selection(batch, ratio, between):
     ]
     if not tokens:
         return set()
-    means = [sum(Fraction(token[column]) for token in tokens) / len(tokens) for column in (3, 4)]
-    means = [torch.tensor(float(mean)).float().item() for mean in means]
+    means = [float(Fraction(sum(round(token[i] * 2**20) for token in tokens), len(tokens) * 2**20)) for i in (3, 4)]
     keys = []
     for uid, index, position, advantage, log_prob in tokens:
         cov = (advantage - means[0]) * (log_prob - means[1])
@@ -147,6 +146,9 @@ def test_selection_is_the_same_however_rows_are_spread_over_ranks(seed, ratio, b
     parts = [batch.rows(torch.tensor([r for r in order if homes[r] == rank], dtype=torch.int64)) for rank in range(4)]
     expected = places(batch, select_by_covariance(batch, SINGLE, ratio=ratio, between=between))
     assert select_over(parts, ratio, between) == expected
+    sums = sum(token_sums(part) for part in parts)
+    assert sums.dtype == torch.int64, "floating-point sums would depend on their order"
+    assert torch.equal(sums, token_sums(batch))
 
 
 def test_hashes_are_those_of_the_definition_and_do_not_depend_on_padding():
