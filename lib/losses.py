@@ -207,7 +207,7 @@ class ClipCovLoss(PolicyLoss):
     A small share of the tokens is drawn at random from those whose covariance of advantage and log-prob lies between
     two bounds, once per mini-batch over all ranks, and gets no loss unless the ratio's clip has acted already. The
     covariance takes the log-probs of the policy before the update, so that the choice stands before the first
-    micro-batch and costs no pass.
+    micro-batch and costs no pass but that of the old log-probs.
     """
 
     needs_old_log_probs: ClassVar[bool] = True
@@ -255,7 +255,7 @@ class KLCovLoss(PolicyLoss):
 
     Those are the tokens of highest covariance of advantage and log-prob, chosen once per mini-batch over all ranks. The
     covariance takes the log-probs of the policy before the update, so that the choice stands before the first
-    micro-batch and costs no pass.
+    micro-batch and costs no pass but that of the old log-probs.
     """
 
     needs_old_log_probs: ClassVar[bool] = True
