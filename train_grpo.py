@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lib.advantages import ADVANTAGES, Advantage
+from lib.aggregation import LossAggMode, aggregate, loss_denominator
 from lib.batching import balance_stats, iter_micro_batches, iter_mini_batches, make_batch
 from lib.config import (
     batch_ladder,
@@ -40,7 +41,7 @@ from lib.evaluate import EvalConfig, decode, evaluate
 from lib.forward import compute_log_probs, forward_policy
 from lib.fsdp import FSDPConfig, begin_micro_batch, load_policy, offload, onload
 from lib.kl import KLType, kl_to_reference
-from lib.losses import LOSSES, LossAggMode, PolicyLoss, aggregate, loss_denominator
+from lib.losses import LOSSES, PolicyLoss
 from lib.metrics import (
     Metrics,
     constant_reward_warning,
@@ -69,8 +70,8 @@ class GRPOConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     advantage: Advantage = plug_in(ADVANTAGES, "grpo")
     loss: PolicyLoss = plug_in(LOSSES, "vanilla")
-    loss_agg_mode: LossAggMode = "token-mean"
-    """How per-token losses become one number: token-mean weighs every token alike (DAPO)."""
+    loss_agg_mode: LossAggMode | None = None
+    """How per-token losses become one number: token-mean weighs every token alike (DAPO); None: the loss's own."""
     kl_loss_coef: float = 0.0
     """Weight of the KL to the frozen initial policy in the loss; 0 switches it off and loads no reference."""
     kl_loss_type: KLType = "k3"
@@ -138,6 +139,11 @@ class GRPOConfig:
                 f"--data.max-prompt-len {self.data.max_prompt_len} + --rollout.max-response-len "
                 f"{self.rollout.max_response_len} = {longest}; expected at least {longest}; raise it"
             )
+
+    @property
+    def agg_mode(self) -> LossAggMode:
+        """--loss-agg-mode, or the loss's own where that is not given."""
+        return self.loss_agg_mode or self.loss.agg_mode
 
 
 def _require(name: str, value: object, ok: bool, rule: str) -> None:
@@ -357,7 +363,8 @@ def train(cfg: GRPOConfig) -> None:
                 passes = dict(
                     max_tokens_per_gpu=cfg.max_tokens_per_gpu, temperature=cfg.rollout.temperature, world=world
                 )
-                if num_updates > 1:  # before a single update the old policy is the current one: the ratio is exactly 1
+                # Before a single update the old policy is the current one: the ratio is exactly 1 without a pass.
+                if num_updates > 1 or cfg.loss.needs_old_log_probs:
                     with metrics.time("old_log_prob"):
                         batch = batch.with_(old_log_probs=compute_log_probs(policy, batch, **passes))  # (B, T)
                 if reference is not None:
@@ -377,8 +384,9 @@ def train(cfg: GRPOConfig) -> None:
                     for update, mini_batch in enumerate(
                         iter_mini_batches(batch, world, update_epochs=cfg.update_epochs)
                     ):
+                        mini_batch = cfg.loss.prepare(mini_batch, world)
                         denominator = loss_denominator(
-                            mini_batch, cfg.loss_agg_mode, world, max_response_len=cfg.rollout.max_response_len
+                            mini_batch, cfg.agg_mode, world, max_response_len=cfg.rollout.max_response_len
                         )
                         micro_batches = list(iter_micro_batches(mini_batch, cfg.max_tokens_per_gpu, world))
                         for place, micro_batch in enumerate(micro_batches, start=1):
@@ -388,11 +396,12 @@ def train(cfg: GRPOConfig) -> None:
                             )  # (b, t), (b, t)
                             micro_batch = micro_batch.to(world.device)
                             token_loss, stats = cfg.loss(log_probs, micro_batch)  # (b, t)
+                            token_loss = cfg.loss.weigh(token_loss, micro_batch)
                             terms = {"pg_loss": token_loss, "entropy_loss": entropy}
                             if reference is not None:
                                 terms["kl_loss"] = kl_to_reference(log_probs, micro_batch, kl_type=cfg.kl_loss_type)
                             for name, term in terms.items():
-                                total = aggregate(term, micro_batch.response_mask, cfg.loss_agg_mode)
+                                total = aggregate(term, micro_batch.response_mask, cfg.agg_mode)
                                 terms[name] = total / denominator  # a scalar, this micro-batch's share
                             loss = terms["pg_loss"]
                             if cfg.entropy_coef > 0:

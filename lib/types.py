@@ -68,9 +68,15 @@ class Batch:
     truncated: Tensor  # (B,) bool, finish_reason was `length`
     valid: Tensor  # (B,) bool, False: excluded (no score)
     scores: Tensor  # (B,) float32, 0 where not valid
+    greedy_scores: Tensor | None = None  # (B,) float32, of the prompt's greedy response (ReMax)
+    token_level_rewards: Tensor | None = None  # (B, T) float32, the score on the last token, less the KL penalty
     rollout_log_probs: Tensor | None = None  # (B, T) float32
     old_log_probs: Tensor | None = None  # (B, T) float32, the trainer's, before the update; None: equal to the current
     ref_log_probs: Tensor | None = None  # (B, T) float32
+    sum_pi_squared: Tensor | None = None  # (B, T) float32, sum over the vocabulary of the old policy's probability^2
+    values: Tensor | None = None  # (B, T) float32, the critic's, of the state before each token
+    is_weights: Tensor | None = None  # (B, T) float32, importance weights of the rollout correction; None: all 1
+    selected: Tensor | None = None  # (B, T) bool, the tokens that a loss chose over the whole mini-batch
     advantages: Tensor | None = None  # (B, T) float32, 0 outside response_mask
     returns: Tensor | None = None  # (B, T) float32
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.advantages import GroupAdvantage
+from lib.aggregation import LossAggMode, aggregate, loss_denominator
 from lib.batching import (
     assign_ranks,
     balance_stats,
@@ -26,7 +27,7 @@ from lib.batching import (
     partition_by_cost,
 )
 from lib.dist import SINGLE, World
-from lib.losses import ClipLoss, LossAggMode, aggregate, loss_denominator
+from lib.losses import ClipLoss
 from lib.types import Batch, Rollout, Sample, Score
 
 MINI_BATCH_SIZE = 7  # 22 responses: mini-batches of 7, 7, 7 and 1, fewer than there are ranks

@@ -10,12 +10,13 @@ import sys
 import torch
 
 from lib.advantages import GroupAdvantage
+from lib.aggregation import aggregate, loss_denominator
 from lib.batching import iter_micro_batches, iter_mini_batches, make_batch
 from lib.dist import init_distributed, shutdown_distributed
 from lib.forward import forward_policy
 from lib.fsdp import FSDPConfig, begin_micro_batch, iter_full_tensors, load_policy
 from lib.kl import kl_to_reference
-from lib.losses import ClipLoss, aggregate, loss_denominator
+from lib.losses import ClipLoss
 from lib.model import ModelConfig
 from lib.optim import OptimConfig, build_optimizer, optimizer_step
 from tests.tiny import make_rollouts
