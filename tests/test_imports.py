@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
-    *("errors", "verl_keys", "config", "dist", "types", "ops", "advantages", "losses", "kl", "batching"),
+    *("errors", "verl_keys", "config", "dist", "types", "ops", "step_rows", "shaping", "advantages"),
+    *("losses", "critic_loss", "kl", "batching"),
     *("weight_files", "model_files", "schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
     *("attention", "model", "fsdp", "forward", "optim", "console", "tracking", "engine_patches"),
     *("rollout", "weight_sync", "evaluate"),
