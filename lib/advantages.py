@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lib.dist import World
 from lib.errors import UserError
-from lib.shaping import read_rewards
+from lib.shaping import response_rewards, token_rewards
 from lib.step_rows import Groups, StepRows, ordered_sum
 from lib.types import Batch
 
@@ -65,7 +65,7 @@ class ResponseAdvantage(Advantage):
 
     def __call__(self, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
         """Advantages, and the same numbers as returns: (B, T) float32, 0 outside response_mask. All ranks together."""
-        rows = StepRows(batch, world, read_rewards(batch)[0], batch.response_mask.sum(-1).double())
+        rows = StepRows(batch, world, response_rewards(batch), batch.response_mask.sum(-1).double())
         advantages = _on_tokens(batch, rows.local(self.of_responses(rows, *rows.columns))[:, None])  # (B, T)
         return advantages, advantages
 
@@ -167,7 +167,7 @@ class ReinforcePlusPlusAdvantage(Advantage):
 
     def __call__(self, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
         """Whitened returns, and the returns: (B, T) float32, 0 outside response_mask. All ranks together."""
-        rewards = read_rewards(batch)[1]
+        rewards = token_rewards(batch).double()
         returns = gae(rewards, torch.zeros_like(rewards), batch.response_mask, gamma=self.gamma, lam=1.0)  # (B, T)
         return whiten(returns, batch, world), _on_tokens(batch, returns)
 
@@ -183,7 +183,7 @@ class ReinforcePlusPlusBaselineAdvantage(Advantage):
 
     def __call__(self, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
         """Advantages, and the same numbers as returns: (B, T) float32, 0 outside response_mask. All ranks together."""
-        rows = StepRows(batch, world, read_rewards(batch)[0])
+        rows = StepRows(batch, world, response_rewards(batch))
         centred = rows.local(_centred(rows, *rows.columns))  # (B,)
         advantages = whiten(centred[:, None].expand(batch.response_mask.shape), batch, world)
         return advantages, advantages
@@ -198,7 +198,7 @@ class ReMaxAdvantage(Advantage):
     def __call__(self, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
         """Returns less batch.greedy_scores, and the returns: (B, T) float32, 0 outside response_mask."""
         assert batch.greedy_scores is not None, "the greedy responses are scored before the advantages"
-        returns = _rewards_to_go(read_rewards(batch)[1])
+        returns = _rewards_to_go(token_rewards(batch).double())
         return _on_tokens(batch, returns - batch.greedy_scores.double()[:, None]), _on_tokens(batch, returns)
 
 
@@ -224,7 +224,9 @@ class GAEAdvantage(Advantage):
         """
         assert batch.values is not None, "the critic's values are computed before the advantages"
         values = torch.where(batch.response_mask, batch.values, 0).double()  # (B, T)
-        estimates = gae(read_rewards(batch)[1], values, batch.response_mask, gamma=self.gamma, lam=self.lam)  # (B, T)
+        estimates = gae(
+            token_rewards(batch).double(), values, batch.response_mask, gamma=self.gamma, lam=self.lam
+        )  # (B, T)
         return whiten(estimates, batch, world), _on_tokens(batch, estimates + values)
 
 
@@ -232,11 +234,12 @@ class GAEAdvantage(Advantage):
 class OptimalTokenBaselineAdvantage(Advantage):
     """Reward still to come, less a baseline for each position of the group that makes the gradient's variance least.
 
-    The optimal token baseline of verl's estimator of that name. The baseline at a position weighs the group's rewards
-    to come by W, the sum up to there of the squared norms of the log-probs' gradients in the logits,
-    1 - 2 pi + sum(pi^2); importance weights enter each term squared. Positions count the tokens that the policy chose,
-    as verl's variant for tools does. One response alone at a position, be it the longest one's end or a group of one,
-    has nothing to be compared with there: baseline 0.
+    "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL" (Li et al.), in the form of verl's
+    estimator of that name. The baseline at a position weighs the group's rewards to come by W: the sum, up to there,
+    of 1 - 2 pi + sum(pi^2), the squared norm of the gradient of log pi in the logits, times the square of the
+    importance weight if there is one. Positions count the tokens that the policy chose, as verl's variant for tools
+    does. A response alone at a position, the longest one's end or a group of one, has nothing to be compared with
+    there: baseline 0. Where all rewards to come are equal the advantage is exactly 0, also where W vanishes.
     """
 
     needs_group: ClassVar[bool] = True
@@ -255,7 +258,7 @@ class OptimalTokenBaselineAdvantage(Advantage):
         if batch.is_weights is not None:
             norms = norms * torch.where(mask, batch.is_weights, 0).double().square()
         weights = torch.where(mask, norms, 0).cumsum(-1)  # (B, T)
-        returns = _rewards_to_go(read_rewards(batch)[1])  # (B, T)
+        returns = _rewards_to_go(token_rewards(batch).double())  # (B, T)
 
         rows = StepRows(batch, world)
         gathered = world.gather((mask.sum(-1).cpu(), returns[mask].cpu(), weights[mask].cpu()))
@@ -272,9 +275,9 @@ def _less_token_baseline(rows: StepRows, lens: Tensor, returns: Tensor, weights:
 
     lens (all rows,) counts each row's tokens; returns and weights are (tokens,) and come back in the same order.
     """
-    ranks = torch.empty(rows.num_rows, dtype=torch.int64).fill_(rows.num_rows)  # (all rows,)
-    ranks[rows.order] = torch.arange(len(rows.order))
-    order = ranks.repeat_interleave(lens).argsort(stable=True)  # (tokens,), by uid, index and position
+    places = torch.zeros(rows.num_rows, dtype=torch.int64)  # (all rows,); an excluded row has no tokens
+    places[rows.order] = torch.arange(len(rows.order))
+    order = places.repeat_interleave(lens).argsort(stable=True)  # (tokens,), by uid, index and position
     returns, weights, lens = returns[order], weights[order], lens[rows.order]
     width = int(lens.max()) if len(lens) else 0
     positions = torch.arange(len(order)) - (lens.cumsum(0) - lens).repeat_interleave(lens)  # (tokens,)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lib.dist import World
 from lib.errors import UserError
-from lib.shaping import make_token_level_rewards
+from lib.shaping import token_rewards
 from lib.step_rows import StepRows, ordered_sum
 from lib.types import Batch
 
@@ -137,14 +137,12 @@ def penalize_rewards(batch: Batch, *, coef: float, kl_type: KLType, world: World
     out. It is NaN without any. Executed by all ranks together.
     """
     assert batch.old_log_probs is not None, "a KL in the reward is that of the policy before the update"
-    rewards = batch.token_level_rewards
-    rewards = make_token_level_rewards(batch) if rewards is None else torch.where(batch.response_mask, rewards, 0)
     estimate = kl_to_reference(batch.old_log_probs, batch, kl_type=kl_type)  # (B, T)
     lens = batch.response_mask.sum(-1)  # (B,)
     lens, sums = StepRows(batch, world, lens, ordered_sum(estimate)).columns  # (R,), (R,)
     count = int(lens.count_nonzero())
     current_kl = float(ordered_sum(sums / lens.clamp(min=1))) / count if count else math.nan
-    return rewards - coef * estimate, current_kl, count
+    return token_rewards(batch) - coef * estimate, current_kl, count
 
 
 def _check(flag: str, value: object, ok: bool, rule: str) -> None:

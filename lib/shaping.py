@@ -56,15 +56,21 @@ def make_token_level_rewards(batch: Batch, *, penalty: Tensor | None = None) -> 
     return torch.where(batch.response_mask & (left == 1), scores[:, None].float(), 0)
 
 
-def read_rewards(batch: Batch) -> tuple[Tensor, Tensor]:
-    """What advantages are made of, in float64: the reward of each response (B,), and of each token (B, T).
+def token_rewards(batch: Batch) -> Tensor:
+    """The reward of every token, (B, T): batch.token_level_rewards where they exist, else made of the scores.
 
-    These are batch.token_level_rewards and their sums where they exist, else the scores. Tokens outside response_mask
-    have 0, whatever stands there; a response without any token has its score.
+    0 outside response_mask, whatever stands there.
     """
-    rewards = batch.token_level_rewards
-    rewards = make_token_level_rewards(batch) if rewards is None else torch.where(batch.response_mask, rewards, 0)
-    return torch.where(batch.response_mask.any(-1), ordered_sum(rewards), batch.scores.double()), rewards.double()
+    if batch.token_level_rewards is None:
+        return make_token_level_rewards(batch)
+    return torch.where(batch.response_mask, batch.token_level_rewards, 0)
+
+
+def response_rewards(batch: Batch) -> Tensor:
+    """The reward of every response, (B,) float64: the sum over its tokens. One without any token has its score."""
+    if batch.token_level_rewards is None:
+        return batch.scores.double()
+    return torch.where(batch.response_mask.any(-1), ordered_sum(token_rewards(batch)), batch.scores.double())
 
 
 def overlong_penalty(response_lens: Tensor, max_response_len: int, *, buffer_len: int, factor: float) -> Tensor:
