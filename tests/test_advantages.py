@@ -332,7 +332,7 @@ def test_importance_weights_enter_the_optimal_token_baseline_squared(seed):
 
 
 def test_a_certain_policy_whose_squared_norms_round_below_zero_keeps_its_baseline_finite():
-    below = torch.tensor([[1 - 1e-8]] * 2)  # 1 - 2 + (1 - 1e-8)
+    below = torch.tensor([[1 - 6e-8]] * 2)  # the float32 next to 1, so 1 - 2 + this is below 0
     batch = batch_of([1, 0], [0, 0], old_log_probs=torch.zeros(2, 1), sum_pi_squared=below)
     assert VARIANTS["optimal_token_baseline"](batch, SINGLE)[0].flatten().tolist() == [1, 0]
 
