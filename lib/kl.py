@@ -2,16 +2,24 @@
 
 With x drawn from the policy and d = log policy(x) - log reference(x), k1 and k3 are unbiased estimates of the KL's
 value (J. Schulman, "Approximating KL Divergence", 2020). As losses they differ: the gradient of k2 is an unbiased
-estimate of the KL's gradient, that of k1 is zero in expectation.
+estimate of the KL's gradient, that of k1 is zero in expectation. In the reward only their values count.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lib.dist import World
+from lib.errors import UserError
+from lib.shaping import token_rewards
+from lib.step_rows import StepRows, ordered_sum
 from lib.types import Batch
+
+Estimator = Callable[[Tensor, Tensor], Tensor]
 
 MAX_EXPONENT = 20.0  # e^20 is still finite in any dtype that log-probs come in
 MAX_K3 = 10.0
@@ -38,10 +46,21 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return (negative.exp() - negative - 1).clamp(-MAX_K3, MAX_K3)
 
 
-KLType = Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl"]
-"""The estimators by name; kl, mse and low_var_kl are verl's names of k1, k2 and k3."""
+def straight_through(estimator: Estimator) -> Estimator:
+    """The estimator's value with the gradient of k2, the only one whose gradient is unbiased."""
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    def estimate(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        carrier = k2(log_probs, ref_log_probs)
+        return estimator(log_probs, ref_log_probs).detach() + (carrier - carrier.detach())
+
+    return estimate
+
+
+KLType = Literal["k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k1+", "kl+", "abs+", "k3+", "low_var_kl+"]
+"""The estimators by name; kl, mse and low_var_kl are verl's names of k1, k2 and k3. With a + the value is that
+estimator's and the gradient is that of k2."""
+
+KL_ESTIMATORS: dict[str, Estimator] = {
     "k1": k1,
     "kl": k1,
     "abs": absolute,
@@ -50,6 +69,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "k3": k3,
     "low_var_kl": k3,
 }
+KL_ESTIMATORS |= {f"{name}+": straight_through(KL_ESTIMATORS[name]) for name in ("k1", "kl", "abs", "k3", "low_var_kl")}
 
 
 def kl_to_reference(log_probs: Tensor, batch: Batch, *, kl_type: KLType) -> Tensor:
@@ -58,3 +78,73 @@ def kl_to_reference(log_probs: Tensor, batch: Batch, *, kl_type: KLType) -> Tens
     ours = torch.where(batch.response_mask, log_probs, 0)
     theirs = torch.where(batch.response_mask, batch.ref_log_probs, 0)
     return KL_ESTIMATORS[kl_type](ours, theirs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLRewardConfig:
+    """A penalty on the reward of every token for leaving the frozen initial policy (arXiv:1909.08593, section 2)."""
+
+    coef: float = 0.0
+    """Weight of the KL estimate that each token's reward loses; 0 switches it off."""
+    type: KLType = "k1"
+    """Estimator of that KL per token."""
+    target: float | None = None
+    """KL per token in nats that the weight adapts to, starting from coef; None: the weight stays."""
+    horizon: int = 10000
+    """Responses over which an adaptive weight moves by at most about 20 %."""
+
+    def __post_init__(self) -> None:
+        _check("--kl-reward.coef", self.coef, 0 <= self.coef < math.inf, "a finite number of 0 or more")
+        target_ok = self.target is None or 0 < self.target < math.inf
+        _check("--kl-reward.target", self.target, target_ok, "a finite number above 0, or None for a fixed weight")
+        adapts_nothing = self.target is not None and self.coef == 0
+        _check("--kl-reward.coef", self.coef, not adapts_nothing, "above 0 with a target, for it changes by factors")
+        _check("--kl-reward.horizon", self.horizon, self.horizon >= 1, "at least 1 response")
+
+
+class KLController:
+    """The weight of the KL in the reward; with a target it follows the measured KL (arXiv:1909.08593, section 2.2)."""
+
+    def __init__(self, cfg: KLRewardConfig) -> None:
+        self.coef = cfg.coef
+        self._cfg = cfg
+
+    def update(self, current_kl: float, num_responses: int) -> None:
+        """Moves the weight after a step with this KL: by up to 20 % in a horizon, up when the KL is above the target.
+
+        A step counts as one horizon at most: by verl's rule, without that bound, a large step makes the weight
+        negative. A KL that is not finite changes nothing.
+        """
+        if self._cfg.target is None or not math.isfinite(current_kl):
+            return
+        error = min(max(current_kl / self._cfg.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * min(num_responses / self._cfg.horizon, 1.0)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on from a checkpoint's weight."""
+        self.coef = float(state["coef"])
+
+
+def penalize_rewards(batch: Batch, *, coef: float, kl_type: KLType, world: World) -> tuple[Tensor, float, int]:
+    """Token rewards less coef x KL estimate (B, T) float32, the step's KL, and how many responses that is of.
+
+    Starts from batch.token_level_rewards, else from the scores; needs old_log_probs and ref_log_probs. The KL is the
+    mean over responses, of all ranks, of the mean over their tokens; responses without a token, or not valid, are left
+    out. It is NaN without any. Executed by all ranks together.
+    """
+    assert batch.old_log_probs is not None, "a KL in the reward is that of the policy before the update"
+    estimate = kl_to_reference(batch.old_log_probs, batch, kl_type=kl_type)  # (B, T)
+    lens = batch.response_mask.sum(-1)  # (B,)
+    lens, sums = StepRows(batch, world, lens, ordered_sum(estimate)).columns  # (R,), (R,)
+    count = int(lens.count_nonzero())
+    current_kl = float(ordered_sum(sums / lens.clamp(min=1))) / count if count else math.nan
+    return token_rewards(batch) - coef * estimate, current_kl, count
+
+
+def _check(flag: str, value: object, ok: bool, rule: str) -> None:
+    if not ok:
+        raise UserError(f"{flag} is out of range; the KL in the reward; found {value}, expected {rule}; choose one")

@@ -6,7 +6,13 @@ The lists hold what users of verl's FSDP + vLLM path put into their commands; `p
 
 import re
 
-LATER_OPTIONS = frozenset({"--checkpoint.every", "--checkpoint.keep", "--checkpoint.resume", "--correction"})
+LATER_OPTIONS = frozenset(
+    {
+        *("--checkpoint.every", "--checkpoint.keep", "--checkpoint.resume", "--correction"),
+        *("--kl-reward.coef", "--kl-reward.type", "--kl-reward.target", "--kl-reward.horizon"),
+        *("--overlong.buffer-len", "--overlong.factor"),
+    }
+)
 """Options that are named here, and come with a later release."""
 
 LATER = "comes with a later release"
@@ -64,16 +70,20 @@ DATA = _under(
 ALGORITHM = _under(
     "algorithm.",
     {
-        "adv_estimator": ("--advantage", "grpo in this release"),
+        "adv_estimator": (
+            "--advantage",
+            "verl's names; grpo_vectorized is grpo, rloo_vectorized is rloo, tir_optimal_token_baseline is "
+            "optimal_token_baseline; gdpo is not offered; dr_grpo is grpo without the standard deviation",
+        ),
         "norm_adv_by_std_in_grpo": ("--advantage.norm-by-std", ""),
-        "gamma": ("", "PPO " + LATER),
-        "lam": ("", "PPO " + LATER),
-        "use_kl_in_reward": ("", "KL in the reward " + LATER + "; as a loss term: --kl-loss-coef"),
-        "kl_penalty": ("", "KL in the reward " + LATER + "; as a loss term: --kl-loss-type"),
-        "kl_ctrl.type": ("", "KL in the reward " + LATER),
-        "kl_ctrl.kl_coef": ("", "KL in the reward " + LATER + "; as a loss term: --kl-loss-coef"),
-        "kl_ctrl.horizon": ("", "KL in the reward " + LATER),
-        "kl_ctrl.target_kl": ("", "KL in the reward " + LATER),
+        "gamma": ("--advantage", "gamma is an option of gae and reinforce_plus_plus"),
+        "lam": ("--advantage", "lam is an option of gae"),
+        "use_kl_in_reward": ("--kl-reward.coef", "a coefficient above 0 switches it on; default 0"),
+        "kl_penalty": ("--kl-reward.type", "verl's names, k1+ and k3+ among them; default k1, as verl's kl"),
+        "kl_ctrl.type": ("--kl-reward.target", "with a target the coefficient adapts, without one it is fixed"),
+        "kl_ctrl.kl_coef": ("--kl-reward.coef", "0 switches the KL in the reward off"),
+        "kl_ctrl.horizon": ("--kl-reward.horizon", "responses"),
+        "kl_ctrl.target_kl": ("--kl-reward.target", "nats per token; None keeps the coefficient fixed"),
         "filter_groups.enable": ("", "dynamic sampling " + LATER),
         "filter_groups.metric": ("", "dynamic sampling " + LATER),
         "filter_groups.max_num_gen_batches": ("", "dynamic sampling " + LATER),
@@ -127,7 +137,7 @@ UPDATE = _under(
         "calculate_entropy": ("", ALWAYS),
         "use_kl_loss": ("--kl-loss-coef", "a coefficient above 0 switches the KL loss on; default 0"),
         "kl_loss_coef": ("--kl-loss-coef", "0 switches the KL loss off, and no reference is loaded"),
-        "kl_loss_type": ("--kl-loss-type", "verl's names, without the straight-through k1+ and k3+"),
+        "kl_loss_type": ("--kl-loss-type", "verl's names, the straight-through k1+ and k3+ among them"),
         "grad_clip": ("--optim.clip-grad", "the global norm; the same as optim.clip_grad"),
         "optim.lr": ("--optim.lr", ""),
         "optim.weight_decay": ("--optim.weight-decay", ""),
@@ -276,19 +286,19 @@ REWARDS = {
     "reward.custom_reward_function.reward_kwargs": ("--reward.kwargs", "as JSON: '{\"strict\": true}'"),
     "reward.num_workers": ("--reward.num-workers", "processes per rank"),
     "reward.reward_manager.name": ("", "not needed: responses are scored as they finish, in worker processes"),
-    "reward.reward_kwargs.overlong_buffer_cfg.enable": ("", "overlong shaping " + LATER),
-    "reward.reward_kwargs.overlong_buffer_cfg.len": ("", "overlong shaping " + LATER),
-    "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": ("", "overlong shaping " + LATER),
-    "reward.reward_kwargs.max_resp_len": ("", "overlong shaping " + LATER),
+    "reward.reward_kwargs.overlong_buffer_cfg.enable": ("--overlong.buffer-len", "a buffer above 0 switches it on"),
+    "reward.reward_kwargs.overlong_buffer_cfg.len": ("--overlong.buffer-len", "tokens"),
+    "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": ("--overlong.factor", "default 1"),
+    "reward.reward_kwargs.max_resp_len": ("", "not needed: always --rollout.max-response-len"),
     "reward.reward_model.enable": ("", "reward models come with a later release"),
     "reward.sandbox_fusion.url": ("", "not needed: rewards run in killable worker processes (--reward.timeout-s)"),
     "reward_model.enable": ("", "reward models come with a later release"),
     "reward_model.model.path": ("", "reward models come with a later release"),
     "reward_model.reward_manager": ("", "not needed: responses are scored as they finish, in worker processes"),
     "reward_model.launch_reward_fn_async": ("", ALWAYS),
-    "reward_model.overlong_buffer.enable": ("", "overlong shaping " + LATER),
-    "reward_model.overlong_buffer.len": ("", "overlong shaping " + LATER),
-    "reward_model.overlong_buffer.penalty_factor": ("", "overlong shaping " + LATER),
+    "reward_model.overlong_buffer.enable": ("--overlong.buffer-len", "a buffer above 0 switches it on"),
+    "reward_model.overlong_buffer.len": ("--overlong.buffer-len", "tokens"),
+    "reward_model.overlong_buffer.penalty_factor": ("--overlong.factor", "default 1"),
 }
 
 TRAINER = {

@@ -1,13 +1,17 @@
-"""KL estimators: known answers, unbiasedness on a distribution of three tokens, clamps, masks."""
+"""KL estimators: known answers, unbiasedness on a distribution of three tokens, clamps, masks; KL in the reward."""
 
+import json
 import math
 from typing import get_args
 
 import pytest
 import torch
 
-from lib.kl import KL_ESTIMATORS, KLType, kl_to_reference
+from lib.dist import SINGLE
+from lib.errors import UserError
+from lib.kl import KL_ESTIMATORS, KLController, KLRewardConfig, KLType, kl_to_reference, penalize_rewards
 from lib.types import Batch
+from tests.test_advantages import random_step
 
 
 @pytest.mark.parametrize(
@@ -74,3 +78,134 @@ def test_masked_places_give_zero_and_no_gradient(kl_type, poison):
     assert math.isfinite(log_probs.grad[0, 0])
     assert log_probs.grad[0, 0] != 0
     assert log_probs.grad[0, 1:].tolist() == [0, 0]
+
+
+# ---- The value of one estimator, the gradient of k2 ----
+
+STRAIGHT_THROUGH = [name for name in get_args(KLType) if name.endswith("+")]
+
+
+@pytest.mark.parametrize("name", STRAIGHT_THROUGH)
+def test_straight_through_has_the_estimators_value_and_k2s_slope_by_finite_differences(name):
+    draw = torch.Generator().manual_seed(0)
+    log_probs, reference = -3 * torch.rand(2, 40, generator=draw, dtype=torch.float64)
+    log_probs[0] = -30.0  # where k3 is clamped
+    log_probs.requires_grad_()
+    estimate = KL_ESTIMATORS[name](log_probs, reference)
+    assert torch.equal(estimate, KL_ESTIMATORS[name.removesuffix("+")](log_probs, reference))
+    estimate.sum().backward()
+    step = 1e-5
+    with torch.no_grad():
+        above, below = (KL_ESTIMATORS["k2"](log_probs + sign * step, reference) for sign in (1, -1))
+    torch.testing.assert_close(log_probs.grad, (above - below) / (2 * step), rtol=1e-7, atol=1e-9)
+
+
+def test_straight_through_has_the_gradient_of_the_kl_where_k1_has_none():
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.1, 0.4, 0.2], dtype=torch.float64).log_softmax(-1)
+    log_probs = logits.log_softmax(-1)
+    (kl_gradient,) = torch.autograd.grad((log_probs.exp() * (log_probs - reference)).sum(), logits, retain_graph=True)
+    probs = log_probs.exp().detach()
+    for name in STRAIGHT_THROUGH:
+        expected = (probs * KL_ESTIMATORS[name](log_probs, reference)).sum()
+        torch.testing.assert_close(torch.autograd.grad(expected, logits, retain_graph=True)[0], kl_gradient)
+    (gradient,) = torch.autograd.grad((probs * KL_ESTIMATORS["k1"](log_probs, reference)).sum(), logits)
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient))
+
+
+# ---- The KL in the reward ----
+
+
+def random_kl_step(seed, **options):
+    batch = random_step(seed, **options)
+    noise = torch.randn(batch.response_mask.shape, generator=torch.Generator().manual_seed(seed))
+    return batch.with_(ref_log_probs=batch.old_log_probs + 0.3 * noise)
+
+
+@pytest.mark.parametrize("kl_type", get_args(KLType))
+@pytest.mark.parametrize("with_rewards", [False, True])
+def test_the_penalty_and_the_steps_kl_are_their_slow_loops(kl_type, with_rewards):
+    for seed in range(5):
+        batch = random_kl_step(seed, with_kl=with_rewards)
+        rewards, current_kl, count = penalize_rewards(batch, coef=0.25, kl_type=kl_type, world=SINGLE)
+        means, expected = [], torch.zeros(rewards.shape, dtype=torch.float64)
+        for i, chosen in enumerate(batch.response_mask):
+            places = chosen.nonzero().flatten().tolist()
+            estimates = [
+                float(KL_ESTIMATORS[kl_type](batch.old_log_probs[i, t].double(), batch.ref_log_probs[i, t].double()))
+                for t in places
+            ]
+            means += [sum(estimates) / len(places)] if places else []
+            for t, estimate in zip(places, estimates, strict=True):
+                score = float(batch.scores[i]) if t == places[-1] else 0.0
+                before = float(batch.token_level_rewards[i, t]) if with_rewards else score
+                expected[i, t] = before - 0.25 * estimate
+        torch.testing.assert_close(rewards.double(), expected, rtol=1e-5, atol=1e-6)
+        assert current_kl == pytest.approx(sum(means) / len(means), rel=1e-5)
+        assert count == len(means) < len(batch)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_the_kl_in_the_reward_ignores_masked_places_the_order_of_rows_and_padding(poison):
+    batch = random_kl_step(4)
+    rewards, *rest = penalize_rewards(batch, coef=0.5, kl_type="k1", world=SINGLE)
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
+    names = ("old_log_probs", "ref_log_probs", "token_level_rewards")
+    dirty = batch.with_(**{k: torch.where(batch.response_mask, getattr(batch, k), poison) for k in names})
+    moved = {}
+    for key, tensor in vars(dirty).items():
+        row = None if tensor is None else tensor[order]
+        moved[key] = torch.nn.functional.pad(row, (0, 13)) if row is not None and row.dim() == 2 else row
+    moved_rewards, *moved_rest = penalize_rewards(Batch(**moved), coef=0.5, kl_type="k1", world=SINGLE)
+    assert moved_rest == rest
+    assert torch.equal(moved_rewards[:, :-13], rewards[order])
+
+
+def test_a_step_without_tokens_has_no_kl():
+    batch = random_kl_step(0)
+    nothing = batch.with_(valid=torch.zeros_like(batch.valid), response_mask=torch.zeros_like(batch.response_mask))
+    rewards, current_kl, count = penalize_rewards(nothing, coef=0.5, kl_type="k1", world=SINGLE)
+    assert not rewards.any() and math.isnan(current_kl) and count == 0
+
+
+def test_known_answers_of_the_adaptive_weight():
+    controller = KLController(KLRewardConfig(coef=0.5, target=2.0, horizon=1000))
+    controller.update(2.2, 100)  # 10 % above, a tenth of the horizon: 1 % up
+    assert controller.coef == pytest.approx(0.5 * 1.01)
+    controller.update(90.0, 500)  # far above: counts as 20 %
+    assert controller.coef == pytest.approx(0.5 * 1.01 * 1.1)
+    controller.update(0.0, 500)
+    assert controller.coef == pytest.approx(0.5 * 1.01 * 1.1 * 0.9)
+    controller.update(2.0, 500)
+    controller.update(math.nan, 500)
+    assert controller.coef == pytest.approx(0.5 * 1.01 * 1.1 * 0.9)
+
+
+def test_a_step_larger_than_the_horizon_never_makes_the_weight_negative():
+    controller = KLController(KLRewardConfig(coef=1.0, target=2.0, horizon=100))
+    controller.update(0.0, 10**6)
+    assert controller.coef == pytest.approx(0.8)
+
+
+def test_a_fixed_weight_stays_and_a_saved_one_comes_back_exactly():
+    fixed = KLController(KLRewardConfig(coef=0.1))
+    fixed.update(50.0, 10000)
+    assert fixed.coef == 0.1
+    adaptive = KLController(KLRewardConfig(coef=0.1, target=0.3))
+    adaptive.update(1.0, 777)
+    other = KLController(KLRewardConfig(coef=0.1, target=0.3))
+    other.load_state_dict(json.loads(json.dumps(adaptive.state_dict())))
+    assert other.coef == adaptive.coef != 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"coef": -1.0}, "coef"), ({"coef": math.nan}, "coef"), ({"coef": math.inf}, "coef"),
+        ({"coef": 0.1, "target": 0.0}, "target"), ({"coef": 0.1, "target": math.nan}, "target"),
+        ({"target": 1.0}, "coef"), ({"horizon": 0}, "horizon"),
+    ],
+)  # fmt: skip
+def test_an_impossible_kl_in_the_reward_is_refused(options, flag):
+    with pytest.raises(UserError, match=rf"--kl-reward.{flag} is out of range.*found .*expected .*choose one"):
+        KLRewardConfig(**options)
