@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
-    *("errors", "verl_keys", "config", "dist", "types", "ops", "advantages", "losses", "kl", "batching"),
+    *("errors", "verl_keys", "config", "dist", "types", "ops", "advantages", "losses", "kl", "batching", "groups"),
     *("weight_files", "model_files", "schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
     "correction",
     *("attention", "model", "fsdp", "forward", "optim", "console", "tracking", "engine_patches"),
