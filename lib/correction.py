@@ -335,13 +335,12 @@ def _add(metrics: Metrics, name: str, values: Tensor, mask: Tensor, kind: str = 
     if values.numel() == 0:
         return
     name, values, count = PREFIX + name, values.double(), mask.sum()
-    total, squares = masked_sum(values, mask), masked_sum(values.square(), mask)
     if kind == "mean":
-        metrics.add_mean(name, total, count)
+        metrics.add_mean(name, masked_sum(values, mask), count)
     elif kind == "std":
-        metrics.add_std(name, total, squares, count=count)
+        metrics.add_std(name, masked_sum(values, mask), masked_sum(values.square(), mask), count=count)
     elif kind == "effective_share":
-        metrics.add_effective_share(name, total, squares, count=count)
+        metrics.add_effective_share(name, masked_sum(values, mask), masked_sum(values.square(), mask), count=count)
     elif kind == "max":
         metrics.add_max(name, torch.where(mask, values, -inf).max(), count)
     else:

@@ -91,6 +91,7 @@ def test_sampling_goes_on_until_the_sum_suffices_or_the_rounds_are_used_up():
     assert goes_on([3, 0], target=4, rounds=1, cfg=CFG)
     assert not goes_on([4, 0], target=4, rounds=1, cfg=CFG)
     assert not goes_on([0, 5], target=4, rounds=1, cfg=CFG)
+    assert not goes_on([2, 2], target=4, rounds=1, cfg=CFG)
     assert not goes_on([0, 0], target=4, rounds=10, cfg=CFG)
     assert goes_on([0, 0], target=4, rounds=9, cfg=CFG)
 
@@ -126,14 +127,16 @@ def test_known_steps(kept_by_rank, options, expected):
     assert (*groups.uids, *groups.surplus) == tuple(sorted(chain(*kept_by_rank)))
 
 
-shapes = st.tuples(st.integers(1, 12), st.integers(2, 9), st.integers(1, 108), st.integers(1, 6))
+shapes = st.tuples(st.integers(1, 12), st.integers(2, 9), st.integers(0, 99), st.integers(1, 6))
 
 
-@settings(deadline=None, derandomize=True, max_examples=400)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(shapes, st.sets(st.integers(0, 99), max_size=30), st.randoms(use_true_random=False))
 def test_a_step_takes_the_oldest_groups_into_equal_mini_batches_with_a_response_for_every_rank(shape, uids, random):
-    target, n, mini_batch_size, num_ranks = shape
-    assume(target * n % mini_batch_size == 0 and mini_batch_size >= num_ranks)  # what check_launch lets through
+    target, n, choice, num_ranks = shape
+    divisors = [d for d in range(num_ranks, target * n + 1) if target * n % d == 0]  # what check_launch lets through
+    assume(divisors)
+    mini_batch_size = divisors[choice % len(divisors)]
     by_rank = [[] for _ in range(num_ranks)]
     for uid in random.sample(sorted(uids), len(uids)):
         random.choice(by_rank).append(uid)
