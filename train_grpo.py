@@ -25,6 +25,7 @@ from lib.config import (
     to_json,
 )
 from lib.console import StartupTimer
+from lib.correction import CORRECTIONS, AutoCorrection, Correction
 from lib.data import (
     DataConfig,
     DataFiles,
@@ -78,6 +79,7 @@ class GRPOConfig:
     """Estimator of that KL per token."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
+    correction: Correction = plug_in(CORRECTIONS, "auto")
 
     prompts_per_step: int = 128
     """Prompts per training step, over all ranks."""
@@ -132,6 +134,12 @@ class GRPOConfig:
                 f"wrong; --rollout.top-p {self.rollout.top_p} --rollout.top-k {self.rollout.top_k}; expected 1.0 and 0 "
                 "in training; leave them out (validation has --eval.top-p and --eval.top-k of its own)"
             )
+        said = self.correction != AutoCorrection()
+        if said and self.correction.needs_rollout_log_probs and not self.rollout.log_probs:
+            raise UserError(
+                "a correction compares with the engine's log-probs, and there are none; --correction; found "
+                "--rollout.log-probs False, expected True; leave it out, or give --correction none"
+            )
         longest = self.data.max_prompt_len + self.rollout.max_response_len
         if self.max_tokens_per_gpu < longest:
             raise UserError(
@@ -143,7 +151,12 @@ class GRPOConfig:
     @property
     def agg_mode(self) -> LossAggMode:
         """--loss-agg-mode, or the loss's own where that is not given."""
-        return self.loss_agg_mode or self.loss.agg_mode
+        return self.loss_agg_mode or self.policy_loss.agg_mode
+
+    @property
+    def policy_loss(self) -> PolicyLoss:
+        """The loss to train with: --loss, unless the correction brings its own."""
+        return self.correction.policy_loss(self.loss)
 
 
 def _require(name: str, value: object, ok: bool, rule: str) -> None:
@@ -247,7 +260,8 @@ def describe(
         f"model        {model_files.folder} ({model_files.num_parameters / 1e6:,.1f} M parameters), "
         f"{cfg.model.compute_dtype(world)} on {world.size} x {world.device.type}\n"
         f"data         {len(train_set)} training prompts{dropped}{shortened}, longest {train_set.longest} tokens; "
-        f"{len(val_set)} validation prompts\n{ladder}"
+        f"{len(val_set)} validation prompts\n{ladder}\n"
+        f"correction   {cfg.correction.in_words(log_probs=cfg.rollout.log_probs)}"
     )
 
 
@@ -278,6 +292,7 @@ def train(cfg: GRPOConfig) -> None:
             reward_note = world.agree(lambda: try_reward(cfg, train_set.rows, val_set.rows))
     num_steps = cfg.num_steps or max(1, len(train_set) * cfg.total_epochs // cfg.prompts_per_step)
     num_updates = cfg.prompts_per_step * cfg.rollout.n // cfg.mini_batch_size * cfg.update_epochs
+    policy_loss = cfg.policy_loss
 
     run = Run(cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=num_steps, overwrite=cfg.overwrite)
     reward_log = run.dir / "logs" / f"rewards_{world.rank}.log"
@@ -364,7 +379,9 @@ def train(cfg: GRPOConfig) -> None:
                     max_tokens_per_gpu=cfg.max_tokens_per_gpu, temperature=cfg.rollout.temperature, world=world
                 )
                 # Before a single update the old policy is the current one: the ratio is exactly 1 without a pass.
-                if num_updates > 1 or cfg.loss.needs_old_log_probs:
+                if not cfg.correction.bypass and (
+                    num_updates > 1 or policy_loss.needs_old_log_probs or cfg.correction.needs_old_log_probs
+                ):
                     with metrics.time("old_log_prob"):
                         batch = batch.with_(old_log_probs=compute_log_probs(policy, batch, **passes))  # (B, T)
                 if reference is not None:
@@ -373,8 +390,9 @@ def train(cfg: GRPOConfig) -> None:
                         batch = batch.with_(ref_log_probs=compute_log_probs(reference, batch, **passes))  # (B, T)
                         offload(cfg.fsdp, reference)
 
-                # ---- Advantages, 0 outside response_mask ----
+                # ---- Correction by what the engine reported, then advantages, 0 outside response_mask ----
                 with metrics.time("adv"):
+                    batch = cfg.correction.correct(batch, metrics)
                     advantages, returns = cfg.advantage(batch, world)  # (B, T), (B, T)
                     batch = batch.with_(advantages=advantages, returns=returns)
 
@@ -384,7 +402,7 @@ def train(cfg: GRPOConfig) -> None:
                     for update, mini_batch in enumerate(
                         iter_mini_batches(batch, world, update_epochs=cfg.update_epochs)
                     ):
-                        mini_batch = cfg.loss.prepare(mini_batch, world)
+                        mini_batch = policy_loss.prepare(mini_batch, world)
                         denominator = loss_denominator(
                             mini_batch, cfg.agg_mode, world, max_response_len=cfg.rollout.max_response_len
                         )
@@ -394,9 +412,9 @@ def train(cfg: GRPOConfig) -> None:
                             log_probs, entropy = forward_policy(
                                 policy, micro_batch, temperature=cfg.rollout.temperature
                             )  # (b, t), (b, t)
-                            micro_batch = micro_batch.to(world.device)
-                            token_loss, stats = cfg.loss(log_probs, micro_batch)  # (b, t)
-                            token_loss = cfg.loss.weigh(token_loss, micro_batch)
+                            micro_batch = cfg.correction.weigh(log_probs, micro_batch.to(world.device), metrics)
+                            token_loss, stats = policy_loss(log_probs, micro_batch)  # (b, t)
+                            token_loss = policy_loss.weigh(token_loss, micro_batch)
                             terms = {"pg_loss": token_loss, "entropy_loss": entropy}
                             if reference is not None:
                                 terms["kl_loss"] = kl_to_reference(log_probs, micro_batch, kl_type=cfg.kl_loss_type)

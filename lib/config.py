@@ -119,7 +119,8 @@ def _plug_ins(config: Any) -> dict[str, dataclasses.Field]:
 def _put_plug_ins(default: T, argv: list[str], plug_ins: dict[str, dataclasses.Field]) -> tuple[T, list[str]]:
     """The default with the objects that `--loss NAME` and the like name, and the rest of the command line.
 
-    An object that already is of the named class stays as it is: a recipe's values outlive `--loss vanilla`.
+    An object that already is of the named class stays as it is: a recipe's values outlive `--loss vanilla`. A name that
+    stands for values of a class (`functools.partial`) puts these values there.
     """
     chosen = copy.copy(default)  # not dataclasses.replace: its checks would see a config that is not complete yet
     rest = []
@@ -137,9 +138,8 @@ def _put_plug_ins(default: T, argv: list[str], plug_ins: dict[str, dataclasses.F
                 f"unknown {field.name} {name!r}; {_normal(flag)}; expected one of {', '.join(table)}; "
                 f"nearest is {_nearest(name, table)}"
             )
-        new = table[name]()
-        if type(new) is not type(getattr(chosen, field.name)):
-            object.__setattr__(chosen, field.name, new)
+        if table[name] is not type(getattr(chosen, field.name)):
+            object.__setattr__(chosen, field.name, table[name]())
     return chosen, rest
 
 
@@ -273,8 +273,9 @@ def _describe(default: Any, plug_ins: dict[str, dataclasses.Field]) -> str:
         "A bare True/False option means True; the last of equal options counts.",
     ]
     for flag, field in plug_ins.items():
-        table, current = field.metadata["plug_ins"], type(getattr(default, field.name))
-        name = next((name for name, kind in table.items() if kind is current), current.__name__)
+        table, current = field.metadata["plug_ins"], getattr(default, field.name)
+        named = (name for name, make in table.items() if make is type(current) or make() == current)
+        name = next(named, type(current).__name__)
         lines.append(f"{flag} NAME: one of {', '.join(table)} (default: {name}); see '{field.name} options'.")
     return "\n".join(lines)
 

@@ -44,6 +44,10 @@ class Metrics:
         """Adds elements, by their sum and sum of squares, to a standard deviation over all ranks (divided by n - 1)."""
         self._add(name, "std", total, squares, count)
 
+    def add_effective_share(self, name: str, total: Number, squares: Number, *, count: Number) -> None:
+        """Adds weights, by their sum and sum of squares, to (sum w)^2 / (count x sum w^2) over all ranks."""
+        self._add(name, "effective_share", total, squares, count)
+
     def add_sum(self, name: str, value: Number) -> None:
         """Adds to a sum over all ranks."""
         self._add(name, "sum", value)
@@ -138,6 +142,9 @@ def _result(kind: str, row: tuple[float, ...]) -> float:
         total, squares, count = row
         variance = (squares - total * total / count) / (count - 1) if count > 1 else math.nan
         return 0.0 if variance < 0 else math.sqrt(variance)  # below 0 by rounding only; NaN stays NaN
+    if kind == "effective_share":
+        total, squares, count = row
+        return total * total / (count * squares) if squares else math.nan
     return row[0]
 
 

@@ -8,7 +8,7 @@ import re
 
 LATER_OPTIONS = frozenset(
     {
-        *("--checkpoint.every", "--checkpoint.keep", "--checkpoint.resume", "--correction"),
+        *("--checkpoint.every", "--checkpoint.keep", "--checkpoint.resume"),
         *("--kl-reward.coef", "--kl-reward.type", "--kl-reward.target", "--kl-reward.horizon"),
         *("--overlong.buffer-len", "--overlong.factor"),
     }
@@ -87,12 +87,24 @@ ALGORITHM = _under(
         "filter_groups.enable": ("", "dynamic sampling " + LATER),
         "filter_groups.metric": ("", "dynamic sampling " + LATER),
         "filter_groups.max_num_gen_batches": ("", "dynamic sampling " + LATER),
-        "rollout_correction.rollout_is": ("--correction", ""),
-        "rollout_correction.rollout_is_threshold": ("--correction", "a field of the correction"),
-        "rollout_correction.rollout_is_batch_normalize": ("--correction", "a field of the correction"),
-        "rollout_correction.rollout_rs": ("--correction", ""),
-        "rollout_correction.rollout_rs_threshold": ("--correction", "a field of the correction"),
-        "rollout_correction.bypass_mode": ("--correction", ""),
+        "rollout_correction": ("--correction", "verl's names of the presets; default auto: token truncation at 2.0"),
+        "rollout_correction.rollout_is": ("--correction.is-level", "none, token or sequence"),
+        "rollout_correction.rollout_is_threshold": (
+            "--correction.is-threshold",
+            "IcePop's 0.5_5.0 is --correction.icepop-low 0.5 --correction.is-threshold 5.0",
+        ),
+        "rollout_correction.rollout_is_batch_normalize": ("--correction.batch-normalize", ""),
+        "rollout_correction.rollout_rs": (
+            "--correction.reject",
+            'with its bounds, as JSON: \'{"seq_mean_k1": [0.5, 2.0], "token_k3": 0.01}\'',
+        ),
+        "rollout_correction.rollout_rs_threshold": (
+            "--correction.reject",
+            "[low, high] of a k1 bound old / rollout probability (verl's 0.5_4.0 bounds the inverse: [0.25, 2.0])",
+        ),
+        "rollout_correction.bypass_mode": ("--correction.bypass", ""),
+        "rollout_correction.loss_type": ("--correction.loss-type", "ppo_clip or reinforce"),
+        "rollout_correction.debug_rollout_actor_probs": ("", ALWAYS),
         "use_pf_ppo": ("", "PF-PPO is not offered"),
     },
 )
@@ -133,6 +145,7 @@ UPDATE = _under(
             "the same four modes; default: the loss's own (gspo, sapo, geo_mean: seq-mean-token-mean; else token-mean)",
         ),
         "loss_scale_factor": ("", "not needed: always --rollout.max-response-len"),
+        "tis_imp_ratio_cap": ("--correction.is-threshold", "of token weights, the default: 2.0"),
         "entropy_coeff": ("--entropy-coef", ""),
         "calculate_entropy": ("", ALWAYS),
         "use_kl_loss": ("--kl-loss-coef", "a coefficient above 0 switches the KL loss on; default 0"),
@@ -222,8 +235,8 @@ ROLLOUTS = _under(
         "mode": ("", "not needed: always vLLM, inside the training process"),
         "n": ("--rollout.n", "responses per prompt; default 8 (verl: 1)"),
         "temperature": ("--rollout.temperature", ""),
-        "top_p": ("--rollout.top-p", "below 1 is refused in training without a correction"),
-        "top_k": ("--rollout.top-k", "all tokens is 0 (verl: -1); a limit is refused in training without a correction"),
+        "top_p": ("--rollout.top-p", "below 1 is refused in training"),
+        "top_k": ("--rollout.top-k", "all tokens is 0 (verl: -1); a limit is refused in training"),
         "do_sample": ("", "not needed: training samples; --eval.temperature 0 is greedy"),
         "prompt_length": ("--data.max-prompt-len", "tokens"),
         "response_length": ("--rollout.max-response-len", "tokens"),

@@ -1,0 +1,135 @@
+"""Dynamic sampling's decisions: which groups have a signal, whether to go on sampling, what the step trains on.
+
+Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) samples new prompts until enough groups have responses of
+different scores. Everything here is pure: every rank decides from the same gathered numbers, and so alike.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+from lib.errors import UserError
+from lib.types import Rollout
+
+Verdict = Literal["kept", "all_right", "all_wrong", "out_of_band", "failed"]
+"""kept: has a signal. all_right, all_wrong: one value throughout, above 0 or not. out_of_band: the mean is out of the
+bounds. failed: fewer than two responses with a value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFilterConfig:
+    """Dynamic sampling: go on sampling until enough groups have a signal (DAPO)."""
+
+    enable: bool = False
+    """Sample until --prompts-per-step groups have responses that differ in the metric; the other groups are dropped."""
+    metric: str = "score"
+    """What must differ in a group: score, or a number that the reward function returns beside it, such as acc."""
+    low: float = -math.inf
+    """Groups whose mean of the metric is below this are dropped as well: too hard."""
+    high: float = math.inf
+    """Groups whose mean of the metric is above this are dropped as well: too easy."""
+    max_rounds: int = 10
+    """Most rounds of sampling in a step, at least 1; after the last the step trains on the groups that there are."""
+    keep_surplus: bool = True
+    """Train on groups beyond those needed in the next step, though older weights sampled them; otherwise drop them."""
+
+    def __post_init__(self) -> None:
+        _require("metric", self.metric, bool(self.metric), "a name")
+        _require("low", self.low, self.low < math.inf, "a number below infinity")  # also refuses NaN
+        _require("high", self.high, self.high > -math.inf, "a number above minus infinity")
+        _require("high", self.high, self.low <= self.high, f"at least --filter-groups.low, which is {self.low}")
+        _require("max_rounds", self.max_rounds, self.max_rounds >= 1, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepGroups:
+    """What a step trains on, the same on all ranks."""
+
+    uids: tuple[int, ...]
+    """The groups that train, ascending; none: the step is skipped."""
+    surplus: tuple[int, ...]
+    """The groups with a signal that are left over, ascending."""
+    mini_batch_size: int
+    """Responses per optimizer step, over all ranks; 0 when the step is skipped."""
+
+
+def metric_values(group: Sequence[Rollout], metric: str) -> list[float | None]:
+    """The metric of each scored response of a group; None where the reward failed, or is no finite number.
+
+    Raises UserError when the reward function did not return the metric, or returned a text; not on all ranks alike.
+    """
+    values: list[float | None] = []
+    for rollout in group:
+        assert rollout.score is not None, "rollouts are scored before they are judged"
+        score = rollout.score.score
+        value = score if metric == "score" or score is None else rollout.score.extras.get(metric, "nothing")
+        if isinstance(value, str):
+            raise UserError(
+                f"the reward function returns no number {metric!r}; --filter-groups.metric; found {value!r}, expected "
+                f"score or one of {', '.join(rollout.score.extras) or 'no other key'}; change one of the two"
+            )
+        values.append(None if value is None or not math.isfinite(value) else float(value))
+    return values
+
+
+def judge(values: Sequence[float | None], cfg: GroupFilterConfig) -> Verdict:
+    """Whether a group has a signal, from the metric of its responses; None for those that failed.
+
+    Equal values are compared as they are: the std of equal numbers may be rounding noise.
+    """
+    valid = [value for value in values if value is not None]
+    if len(valid) < 2:
+        return "failed"
+    if min(valid) == max(valid):
+        return "all_right" if valid[0] > 0 else "all_wrong"
+    return "kept" if cfg.low <= math.fsum(valid) / len(valid) <= cfg.high else "out_of_band"
+
+
+def goes_on(num_kept_by_rank: Sequence[int], *, target: int, rounds: int, cfg: GroupFilterConfig) -> bool:
+    """Whether another round is sampled after `rounds` of them, from the groups kept so far on every rank.
+
+    `target` groups make a step. Ranks without any go on as long as the others: the sum decides.
+    """
+    return sum(num_kept_by_rank) < target and rounds < cfg.max_rounds
+
+
+def step_groups(
+    kept_by_rank: Sequence[Sequence[int]], *, target: int, n: int, mini_batch_size: int, num_ranks: int
+) -> StepGroups:
+    """The groups of a step out of those with a signal, by uid on every rank; the oldest (smallest) uids come first.
+
+    target groups of n responses, cut into mini-batches of mini_batch_size, make a full step. With fewer groups the
+    mini-batches keep their number and shrink, all to the same size; groups that would make them unequal are left over.
+    Where that leaves less than a response for each of num_ranks, there are fewer mini-batches; at fewer responses than
+    ranks the step is skipped.
+    """
+    uids = sorted(chain.from_iterable(kept_by_rank))
+    assert len(set(uids)) == len(uids), "a group occurs twice"
+    for num_mini_batches in range(target * n // mini_batch_size, 0, -1):
+        unit = num_mini_batches // math.gcd(num_mini_batches, n)  # groups that fill equal mini-batches
+        num_groups = min(len(uids), target) // unit * unit
+        size = num_groups * n // num_mini_batches
+        if size >= num_ranks:
+            return StepGroups(uids=tuple(uids[:num_groups]), surplus=tuple(uids[num_groups:]), mini_batch_size=size)
+    return StepGroups(uids=(), surplus=tuple(uids), mini_batch_size=0)
+
+
+def shortage(groups: StepGroups, *, target: int, rounds: int, counts: Mapping[Verdict, int]) -> str | None:
+    """A line about a step with fewer than `target` groups, None for a full one. `counts`: groups by verdict."""
+    if len(groups.uids) == target:
+        return None
+    dropped = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in counts.items() if why != "kept" and count)
+    outcome = f"it trains on {len(groups.uids)}" if groups.uids else "it is skipped"
+    return (
+        f"dynamic sampling found {len(groups.uids) + len(groups.surplus)} of {target} groups with a signal in {rounds} "
+        f"round(s) (dropped: {dropped or 'none'}): {outcome}; easier or harder prompts, more responses per prompt "
+        "(--rollout.n) or --filter-groups.max-rounds give more"
+    )
+
+
+def _require(name: str, value: object, ok: bool, rule: str) -> None:
+    if not ok:
+        flag = "--filter-groups." + name.replace("_", "-")
+        raise UserError(f"{flag} is out of range; dynamic sampling; found {value}, expected {rule}; change {flag}")
