@@ -36,6 +36,8 @@ class _Row(NamedTuple):
     truncated: bool
     score: float | None
     has_log_probs: bool
+    greedy_score: float | None
+    num_stale: int
 
     @property
     def total_len(self) -> int:
@@ -46,14 +48,15 @@ def make_batch(rollouts: Sequence[Rollout], world: World, *, mini_batch_size: in
     """This rank's share of the step, on the CPU, sorted by uid and index; mini_batch_ids say which step uses a row.
 
     `rollouts` are the scored ones that this rank has (none on the ranks that only lend a replica their GPU);
-    mini_batch_size counts the responses of all ranks. Executed by all ranks together: lengths are gathered, every
-    rank makes the same plan, and token ids and log-probs go straight to the rank that trains on them.
+    mini_batch_size counts the responses of all ranks (any number where no rank has one). Executed by all ranks
+    together: lengths are gathered, every rank makes the same plan, and token ids and log-probs go straight to the rank
+    that trains on them.
     """
     gathered = world.gather([_describe(rollout, world.rank, place) for place, rollout in enumerate(rollouts)])
     rows = sorted(row for of_rank in gathered for row in of_rank)
     assert len({(row.uid, row.index) for row in rows}) == len(rows), "a response occurs twice"
     costs = [row.total_len * (LINEAR_COST + row.total_len) for row in rows]
-    ranks = assign_ranks(costs, mini_batch_size=mini_batch_size, num_ranks=world.size)
+    ranks = assign_ranks(costs, mini_batch_size=max(1, mini_batch_size), num_ranks=world.size)
 
     ids = [torch.tensor(it.sample.prompt_ids + it.response_ids, dtype=torch.int64) for it in rollouts]
     input_ids = _move(ids, rows, ranks, size_of=lambda row: row.total_len, dtype=torch.int64, world=world)
@@ -75,9 +78,11 @@ def make_batch(rollouts: Sequence[Rollout], world: World, *, mini_batch_size: in
         prompt_lens=torch.tensor([row.prompt_len for _, row in mine], dtype=torch.int64),
         response_lens=response_lens,
         response_mask=(steps < response_lens[:, None]) & valid[:, None],
+        num_stale=torch.tensor([row.num_stale for _, row in mine], dtype=torch.int64),
         truncated=torch.tensor([row.truncated for _, row in mine], dtype=torch.bool),
         valid=valid,
         scores=torch.tensor([0.0 if row.score is None else row.score for _, row in mine], dtype=torch.float32),
+        greedy_scores=_greedy_scores([row for _, row in mine], rows),
         rollout_log_probs=log_probs,
     )
 
@@ -208,6 +213,8 @@ def _describe(rollout: Rollout, rank: int, place: int) -> _Row:
         truncated=rollout.finish_reason == "length",
         score=score.score,
         has_log_probs=log_probs is not None,
+        greedy_score=rollout.greedy_score,
+        num_stale=rollout.num_stale,
     )
 
 
@@ -237,6 +244,14 @@ def _move(
     arrived = [row for of_peer in incoming for row in of_peer]
     pieces = dict(zip(arrived, received.split([size_of(row) for row in arrived]), strict=True))
     return [pieces[row] for row, to in moves if to == world.rank]
+
+
+def _greedy_scores(mine: Sequence[_Row], everywhere: Sequence[_Row]) -> Tensor | None:
+    """(B,) the scores of the prompts' greedy responses, 0 where a row has no score; None without greedy responses."""
+    if all(row.greedy_score is None for row in everywhere):
+        return None
+    assert all(row.greedy_score is not None or row.score is None for row in everywhere), "a greedy score is missing"
+    return torch.tensor([row.greedy_score or 0.0 for row in mine], dtype=torch.float32)
 
 
 def _pad(pieces: list[Tensor], dtype: torch.dtype) -> Tensor:

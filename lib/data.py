@@ -425,6 +425,11 @@ class PromptStream:
         self._position += count
         return [self.prompts.sample(self._place(uid), uid) for uid in uids]
 
+    @property
+    def num_drawn(self) -> int:
+        """How many prompts were taken since the first epoch began."""
+        return self._position
+
     def state(self) -> dict[str, Any]:
         """The position, as JSON can hold it, and what it is a position in."""
         epoch, place = divmod(self._position, len(self.prompts))

@@ -8,6 +8,7 @@ from torch import Tensor
 from lib.batching import micro_batch_rows
 from lib.dist import World
 from lib.model import CausalPolicy
+from lib.ops import Statistic
 from lib.types import Batch
 
 
@@ -50,7 +51,7 @@ def pack(batch: Batch) -> Packed:
 
 
 def forward_policy(
-    policy: CausalPolicy, micro_batch: Batch, *, temperature: float, with_entropy: bool = True
+    policy: CausalPolicy, micro_batch: Batch, *, temperature: float, statistic: Statistic = "entropy"
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the response tokens and entropy where they were drawn, both (b, t) float32, 0 outside the mask.
 
@@ -67,7 +68,7 @@ def forward_policy(
         packed.positions.to(device, non_blocking=True),
         packed.labels.to(device, non_blocking=True),
         temperature,
-        with_entropy,
+        statistic,
     )
     blank = torch.zeros(micro_batch.response_mask.shape, dtype=log_probs.dtype, device=device)  # (b, t)
     return blank.index_put((rows, steps), log_probs), blank.index_put((rows, steps), entropy)
@@ -75,12 +76,33 @@ def forward_policy(
 
 @torch.no_grad()
 def compute_log_probs(
-    policy: CausalPolicy, batch: Batch, *, max_tokens_per_gpu: int, temperature: float, world: World
-) -> Tensor:
-    """Log-probs of all response tokens under the policy as it is: (B, T) float32 on the CPU, 0 outside the mask."""
-    result = torch.zeros(batch.response_mask.shape, dtype=torch.float32)  # (B, T)
+    policy: CausalPolicy, batch: Batch, *, max_tokens_per_gpu: int, temperature: float, world: World,
+    statistic: Statistic = "none",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Log-probs of all response tokens under the policy as it is, and the statistic where they were drawn.
+
+    Both (B, T) float32 on the CPU, 0 outside the mask.
+    """
+    results = torch.zeros(2, *batch.response_mask.shape, dtype=torch.float32)  # (2, B, T)
     for rows, micro_batch in micro_batch_rows(batch, max_tokens_per_gpu, world):
-        log_probs, _ = forward_policy(policy, micro_batch, temperature=temperature, with_entropy=False)
+        pair = torch.stack(forward_policy(policy, micro_batch, temperature=temperature, statistic=statistic))
         if len(rows):
-            result[rows, : log_probs.shape[1]] = log_probs.cpu()
-    return result
+            results[:, rows, : pair.shape[2]] = pair.cpu()
+    return results[0], results[1]
+
+
+def with_old_log_probs(
+    policy: CausalPolicy, batch: Batch, *, max_tokens_per_gpu: int, temperature: float, world: World,
+    with_sum_pi_squared: bool = False,
+) -> Batch:  # fmt: skip
+    """The batch with old_log_probs and, if asked for, sum_pi_squared, under the policy as it is before the update.
+
+    Tokens that an older policy sampled keep that policy's log-probs, as the engine reported them.
+    """
+    log_probs, squares = compute_log_probs(
+        policy, batch, max_tokens_per_gpu=max_tokens_per_gpu, temperature=temperature, world=world,
+        statistic="sum_pi_squared" if with_sum_pi_squared else "none",
+    )  # fmt: skip
+    if batch.rollout_log_probs is not None:
+        log_probs = torch.where(batch.stale & batch.response_mask, batch.rollout_log_probs, log_probs)
+    return batch.with_(old_log_probs=log_probs, sum_pi_squared=squares if with_sum_pi_squared else None)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lib.dist import World
 from lib.errors import UserError
+from lib.metrics import Metrics
 from lib.shaping import token_rewards
 from lib.step_rows import StepRows, ordered_sum
 from lib.types import Batch
@@ -109,6 +110,21 @@ class KLController:
         self.coef = cfg.coef
         self._cfg = cfg
 
+    def penalize(self, batch: Batch, metrics: Metrics) -> Batch:
+        """The batch with the KL taken off its token_level_rewards; then the weight moves. Nothing with a weight of 0.
+
+        Adds actor/reward_kl_penalty and actor/reward_kl_penalty_coeff. Executed by all ranks together.
+        """
+        if self.coef == 0:
+            return batch
+        rewards, current_kl, count = penalized_rewards(
+            batch, coef=self.coef, kl_type=self._cfg.type, world=metrics.world
+        )
+        metrics.set("actor/reward_kl_penalty", current_kl)
+        metrics.set("actor/reward_kl_penalty_coeff", self.coef)
+        self.update(current_kl, count)
+        return batch.with_(token_level_rewards=rewards)
+
     def update(self, current_kl: float, num_responses: int) -> None:
         """Moves the weight after a step with this KL: by up to 20 % in a horizon, up when the KL is above the target.
 
@@ -129,7 +145,7 @@ class KLController:
         self.coef = float(state["coef"])
 
 
-def penalize_rewards(batch: Batch, *, coef: float, kl_type: KLType, world: World) -> tuple[Tensor, float, int]:
+def penalized_rewards(batch: Batch, *, coef: float, kl_type: KLType, world: World) -> tuple[Tensor, float, int]:
     """Token rewards less coef x KL estimate (B, T) float32, the step's KL, and how many responses that is of.
 
     Starts from batch.token_level_rewards, else from the scores; needs old_log_probs and ref_log_probs. The KL is the

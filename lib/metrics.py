@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lib.dist import World
+from lib.shaping import response_rewards
 from lib.types import Batch
 
 Number = float | Tensor
@@ -152,17 +153,15 @@ def _result(kind: str, row: tuple[float, ...]) -> float:
 
 
 def data_metrics(batch: Batch, metrics: Metrics, *, max_prompt_len: int) -> None:
-    """Adds critic/*, response_length/*, prompt_length/*, response/* and reward/* of the step's rows.
+    """Adds critic/score, response_length/*, prompt_length/*, response/* and reward/* of the step's rows, as scored.
 
-    Executed by all ranks (one collective: a group may be spread over ranks), after the advantages are known.
+    Executed by all ranks (one collective: a group may be spread over ranks), before a correction or the length limit
+    leaves any of them out.
     """
-    scores = batch.scores[batch.valid]
-    metrics.add_stats("critic/score", scores)
-    metrics.add_stats("critic/rewards", scores)  # differs from the score once there is a KL penalty in the reward
-    if batch.advantages is not None:
-        metrics.add_stats("critic/advantages", batch.advantages[batch.response_mask])
-    if batch.returns is not None:
-        metrics.add_stats("critic/returns", batch.returns[batch.response_mask])
+    metrics.add_stats("critic/score", batch.scores[batch.valid])
+    metrics.add_mean(
+        "training/stale_tokens_ratio", (batch.stale & batch.response_mask).sum(), batch.response_mask.sum()
+    )
     metrics.add_stats("response_length", batch.response_lens)
     metrics.add_stats("prompt_length", batch.prompt_lens)
     for name, flags in {
@@ -178,6 +177,14 @@ def data_metrics(batch: Batch, metrics: Metrics, *, max_prompt_len: int) -> None
         groups[uid].update([score] if valid else [])
     constant = sum(len(different) < 2 for different in groups.values())
     metrics.set("reward/constant_group_ratio", constant / len(groups) if groups else math.nan)
+
+
+def advantage_metrics(batch: Batch, metrics: Metrics) -> None:
+    """Adds critic/rewards, critic/advantages and critic/returns, and how many rows train, after the advantages."""
+    metrics.add_stats("critic/rewards", response_rewards(batch)[batch.valid])
+    metrics.add_stats("critic/advantages", batch.advantages[batch.response_mask])
+    metrics.add_stats("critic/returns", batch.returns[batch.response_mask])
+    metrics.add_mean("training/excluded_ratio", (~batch.valid).sum(), len(batch))
 
 
 def constant_reward_warning(constant_group_ratios: Sequence[float], *, patience: int = 3) -> str | None:
@@ -333,14 +340,14 @@ def mismatch_metrics(log_probs: Tensor, batch: Batch, metrics: Metrics) -> None:
     """Adds training/rollout_probs_diff_* and training/rollout_log_probs_diff/* of a micro-batch's response tokens.
 
     `log_probs` (b, T) come from the update's own forward over the first mini-batch, before any optimizer step, so they
-    are those of the policy that generated. A token that is not finite on either side is counted, not compared. Adds
-    nothing when the engine reported no log-probs.
+    are those of the policy that generated; what an older one sampled is left out. A token that is not finite on either
+    side is counted, not compared. Adds nothing when the engine reported no log-probs.
     """
     if batch.rollout_log_probs is None or log_probs.numel() == 0:
         return
     trainer, engine = log_probs.detach().double(), batch.rollout_log_probs.double()  # (b, T)
     finite = torch.isfinite(trainer) & torch.isfinite(engine)
-    used = batch.response_mask & finite
+    used = batch.response_mask & finite & ~batch.stale
     trainer, engine = torch.where(used, trainer, 0.0), torch.where(used, engine, 0.0)
     log_diff, diff = (trainer - engine).abs(), (trainer.exp() - engine.exp()).abs()  # 0 where not used
     count = used.sum()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lib.attention import PACKED, register_packed_attention
 from lib.dist import World
 from lib.errors import UserError
-from lib.ops import linear_log_probs
+from lib.ops import Statistic, linear_log_probs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,9 @@ class CausalPolicy(nn.Module):
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor,
-        labels: Tensor, temperature: float, with_entropy: bool,
+        labels: Tensor, temperature: float, statistic: Statistic,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Log-prob of each label and entropy of the distribution it was drawn from: (M,) and (M,) float32.
+        """Log-prob of each label and a statistic of the distribution it was drawn from: (M,) and (M,) float32.
 
         input_ids and position_ids (1, N) packed; positions (M,) are where the M labels are predicted (one token
         before each); logits are divided by `temperature`. Inside forward because only here FSDP shows whole weights.
@@ -69,7 +69,7 @@ class CausalPolicy(nn.Module):
             use_cache=False,
         ).last_hidden_state[0]  # (N, H)
         weight = self.model.embed_tokens.weight if self.tied else self.lm_head.weight  # (V, H)
-        return linear_log_probs(hidden[positions], weight, labels, temperature=temperature, with_entropy=with_entropy)
+        return linear_log_probs(hidden[positions], weight, labels, temperature=temperature, statistic=statistic)
 
     @property
     def layers(self) -> nn.ModuleList:

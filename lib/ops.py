@@ -5,7 +5,7 @@ Arithmetic on masked tensors selects with torch.where and never multiplies by th
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = {"cuda": 5 * 2**30, "cpu": 2**29}  # logits of one chunk: the head's peak memory whatever the batch
 MIN_TEMPERATURE = 1e-8
+
+Statistic = Literal["entropy", "sum_pi_squared", "none"]
+"""What the head gives of each distribution beside the label's log-prob."""
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -35,7 +38,7 @@ def linear_log_probs(
     *,
     temperature: float,
     chunk_size: int | None = None,
-    with_entropy: bool = True,
+    statistic: Statistic = "entropy",
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each label, and entropy, under softmax(hidden @ weight.T / temperature): (N,) and (N,) float32.
 
@@ -43,7 +46,8 @@ def linear_log_probs(
     weight. The matrix products run in the dtype of the inputs; the softmax and the sum of the weight's gradient over
     chunks in float32 (float64 for float64 inputs). `chunk_size` rows of logits exist at a time (default: CHUNK_BYTES
     of them). A single chunk is kept for the backward pass; several are computed once more there. Entropy costs
-    nothing backward as long as no gradient reaches it; `with_entropy=False` skips its values too and returns zeros.
+    nothing backward as long as no gradient reaches it. Instead of it the second result may be the sum of the squared
+    probabilities or, for `statistic` "none", zeros; neither has a gradient.
 
     With z = hidden @ weight.T / temperature, log p = z - logsumexp(z) and H = -sum(p log p):
         d log p[label] / dz = onehot(label) - p        dH / dz = -p (log p + H)
@@ -51,7 +55,7 @@ def linear_log_probs(
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
     if chunk_size is None:
         chunk_size = max(1, CHUNK_BYTES[hidden.device.type] // (weight.shape[0] * hidden.element_size()))
-    return _LinearLogProbs.apply(hidden, weight, labels, max(temperature, MIN_TEMPERATURE), chunk_size, with_entropy)
+    return _LinearLogProbs.apply(hidden, weight, labels, max(temperature, MIN_TEMPERATURE), chunk_size, statistic)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -59,7 +63,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, rows: int, with_entropy: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, rows: int, statistic: Statistic
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         log_probs, log_sums, entropy = torch.empty(3, len(hidden), dtype=dtype, device=hidden.device)  # (N,) each
@@ -67,15 +71,13 @@ class _LinearLogProbs(torch.autograd.Function):
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             logits = hidden[chunk] @ weight.T
-            statistics = _on(hidden.device, _row_statistics)(
-                logits, labels[chunk], 1 / temperature, dtype, with_entropy
-            )
+            statistics = _on(hidden.device, _row_statistics)(logits, labels[chunk], 1 / temperature, dtype, statistic)
             log_probs[chunk], log_sums[chunk], entropy[chunk] = statistics
         keep = len(hidden) <= rows and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
         ctx.save_for_backward(hidden, weight, labels, log_sums, entropy, logits if keep else None)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)
-        if not with_entropy:
+        if statistic != "entropy":
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
@@ -110,15 +112,17 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _row_statistics(
-    logits: Tensor, labels: Tensor, inverse_temperature: float, dtype: torch.dtype, with_entropy: bool
+    logits: Tensor, labels: Tensor, inverse_temperature: float, dtype: torch.dtype, statistic: Statistic
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of the label, log of the sum and entropy of each row of logits (rows, V): three times (rows,)."""
+    """Log-prob of the label, log of the sum and the statistic of each row of logits (rows, V): three times (rows,)."""
     scaled = logits.to(dtype) * inverse_temperature
     log_sum = scaled.logsumexp(-1)
     log_prob = scaled.gather(1, labels[:, None]).squeeze(1) - log_sum
-    if not with_entropy:
+    if statistic == "none":
         return log_prob, log_sum, torch.zeros_like(log_sum)
     log_probs = scaled - log_sum[:, None]
+    if statistic == "sum_pi_squared":
+        return log_prob, log_sum, (2 * log_probs).exp().sum(-1)
     return log_prob, log_sum, -(log_probs.exp() * log_probs).sum(-1)
 
 

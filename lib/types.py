@@ -52,6 +52,10 @@ class Rollout:
     finish_reason: str
     """`stop` (an end-of-sequence id or stop string) or `length` (the limit)."""
     score: Score | None = None
+    greedy_score: float | None = None
+    """Score of a greedy response to the same prompt, where the algorithm asks for one."""
+    num_stale: int = 0
+    """Tokens at the start that an older policy sampled; their rollout_log_probs are that policy's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,7 @@ class Batch:
     truncated: Tensor  # (B,) bool, finish_reason was `length`
     valid: Tensor  # (B,) bool, False: excluded (no score)
     scores: Tensor  # (B,) float32, 0 where not valid
+    num_stale: Tensor | None = None  # (B,) int64, response tokens at the start that an older policy sampled; None: 0
     greedy_scores: Tensor | None = None  # (B,) float32, of the prompt's greedy response (ReMax)
     token_level_rewards: Tensor | None = None  # (B, T) float32, the score on the last token, less the KL penalty
     rollout_log_probs: Tensor | None = None  # (B, T) float32
@@ -87,6 +92,13 @@ class Batch:
     def total_lens(self) -> Tensor:
         """(B,) tokens of prompt and response."""
         return self.prompt_lens + self.response_lens
+
+    @property
+    def stale(self) -> Tensor:
+        """(B, T) bool, True where an older policy sampled the token."""
+        if self.num_stale is None:
+            return torch.zeros_like(self.response_mask)
+        return torch.arange(self.response_mask.shape[1], device=self.num_stale.device) < self.num_stale[:, None]
 
     def with_(self, **tensors: Tensor | None) -> "Batch":
         """A copy with some tensors replaced."""

@@ -6,13 +6,7 @@ The lists hold what users of verl's FSDP + vLLM path put into their commands; `p
 
 import re
 
-LATER_OPTIONS = frozenset(
-    {
-        *("--checkpoint.every", "--checkpoint.keep", "--checkpoint.resume"),
-        *("--kl-reward.coef", "--kl-reward.type", "--kl-reward.target", "--kl-reward.horizon"),
-        *("--overlong.buffer-len", "--overlong.factor"),
-    }
-)
+LATER_OPTIONS = frozenset({"--checkpoint.every", "--checkpoint.keep", "--checkpoint.resume"})
 """Options that are named here, and come with a later release."""
 
 LATER = "comes with a later release"
@@ -84,9 +78,12 @@ ALGORITHM = _under(
         "kl_ctrl.kl_coef": ("--kl-reward.coef", "0 switches the KL in the reward off"),
         "kl_ctrl.horizon": ("--kl-reward.horizon", "responses"),
         "kl_ctrl.target_kl": ("--kl-reward.target", "nats per token; None keeps the coefficient fixed"),
-        "filter_groups.enable": ("", "dynamic sampling " + LATER),
-        "filter_groups.metric": ("", "dynamic sampling " + LATER),
-        "filter_groups.max_num_gen_batches": ("", "dynamic sampling " + LATER),
+        "filter_groups.enable": ("--filter-groups.enable", ""),
+        "filter_groups.metric": ("--filter-groups.metric", "score, or a number that the reward returns, such as acc"),
+        "filter_groups.max_num_gen_batches": (
+            "--filter-groups.max-rounds",
+            "at the limit the step trains on the groups that there are",
+        ),
         "rollout_correction": ("--correction", "verl's names of the presets; default auto: token truncation at 2.0"),
         "rollout_correction.rollout_is": ("--correction.is-level", "none, token or sequence"),
         "rollout_correction.rollout_is_threshold": (

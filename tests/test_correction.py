@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.advantages import GroupAdvantage
+from lib.aggregation import loss_denominator
 from lib.correction import CORRECTIONS, AutoCorrection, Correction, Statistic, log_bounds, statistic
 from lib.dist import SINGLE
-from lib.losses import ClipLoss, loss_denominator
+from lib.losses import ClipLoss, GPGLoss
 from lib.metrics import Metrics
 from lib.types import Batch
 from tests.correction_worker import CASES, TENSORS, random_batch

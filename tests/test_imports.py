@@ -10,11 +10,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     *("errors", "verl_keys", "config", "dist", "types", "ops", "step_rows", "shaping", "advantages", "aggregation"),
-    *("selection", "losses", "critic_loss", "kl", "batching", "groups"),
+    *("selection", "losses", "critic_loss", "batching", "groups"),
     *("weight_files", "model_files", "schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
-    "correction",
+    *("kl", "correction"),
     *("attention", "model", "fsdp", "forward", "optim", "console", "tracking", "engine_patches"),
-    *("rollout", "weight_sync", "evaluate"),
+    *("rollout", "weight_sync", "evaluate", "sampling", "train_config", "launch"),
 ]
 """A lib module imports only modules named before it."""
 HEAVY = {"vllm": {"rollout", "engine_patches"}, "wandb": {"tracking"}, "peft": set(), "math_verify": {"rewards"}}

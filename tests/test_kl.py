@@ -9,7 +9,7 @@ import torch
 
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.kl import KL_ESTIMATORS, KLController, KLRewardConfig, KLType, kl_to_reference, penalize_rewards
+from lib.kl import KL_ESTIMATORS, KLController, KLRewardConfig, KLType, kl_to_reference, penalized_rewards
 from lib.types import Batch
 from tests.test_advantages import random_step
 
@@ -127,7 +127,7 @@ def random_kl_step(seed, **options):
 def test_the_penalty_and_the_steps_kl_are_their_slow_loops(kl_type, with_rewards):
     for seed in range(5):
         batch = random_kl_step(seed, with_kl=with_rewards)
-        rewards, current_kl, count = penalize_rewards(batch, coef=0.25, kl_type=kl_type, world=SINGLE)
+        rewards, current_kl, count = penalized_rewards(batch, coef=0.25, kl_type=kl_type, world=SINGLE)
         means, expected = [], torch.zeros(rewards.shape, dtype=torch.float64)
         for i, chosen in enumerate(batch.response_mask):
             places = chosen.nonzero().flatten().tolist()
@@ -148,7 +148,7 @@ def test_the_penalty_and_the_steps_kl_are_their_slow_loops(kl_type, with_rewards
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_the_kl_in_the_reward_ignores_masked_places_the_order_of_rows_and_padding(poison):
     batch = random_kl_step(4)
-    rewards, *rest = penalize_rewards(batch, coef=0.5, kl_type="k1", world=SINGLE)
+    rewards, *rest = penalized_rewards(batch, coef=0.5, kl_type="k1", world=SINGLE)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
     names = ("old_log_probs", "ref_log_probs", "token_level_rewards")
     dirty = batch.with_(**{k: torch.where(batch.response_mask, getattr(batch, k), poison) for k in names})
@@ -156,7 +156,7 @@ def test_the_kl_in_the_reward_ignores_masked_places_the_order_of_rows_and_paddin
     for key, tensor in vars(dirty).items():
         row = None if tensor is None else tensor[order]
         moved[key] = torch.nn.functional.pad(row, (0, 13)) if row is not None and row.dim() == 2 else row
-    moved_rewards, *moved_rest = penalize_rewards(Batch(**moved), coef=0.5, kl_type="k1", world=SINGLE)
+    moved_rewards, *moved_rest = penalized_rewards(Batch(**moved), coef=0.5, kl_type="k1", world=SINGLE)
     assert moved_rest == rest
     assert torch.equal(moved_rewards[:, :-13], rewards[order])
 
@@ -164,7 +164,7 @@ def test_the_kl_in_the_reward_ignores_masked_places_the_order_of_rows_and_paddin
 def test_a_step_without_tokens_has_no_kl():
     batch = random_kl_step(0)
     nothing = batch.with_(valid=torch.zeros_like(batch.valid), response_mask=torch.zeros_like(batch.response_mask))
-    rewards, current_kl, count = penalize_rewards(nothing, coef=0.5, kl_type="k1", world=SINGLE)
+    rewards, current_kl, count = penalized_rewards(nothing, coef=0.5, kl_type="k1", world=SINGLE)
     assert not rewards.any() and math.isnan(current_kl) and count == 0
 
 

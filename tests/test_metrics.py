@@ -19,6 +19,7 @@ from lib.batching import balance_stats
 from lib.dist import SINGLE
 from lib.metrics import (
     Metrics,
+    advantage_metrics,
     constant_reward_warning,
     data_metrics,
     flops_forward,
@@ -197,6 +198,7 @@ def test_two_ranks_reduce_to_one_dict_with_differing_names_and_split_groups():
 def test_data_metrics_equal_numbers_worked_by_hand():
     metrics = Metrics(SINGLE)
     data_metrics(BATCH, metrics, max_prompt_len=5)
+    advantage_metrics(BATCH, metrics)
     values = metrics.reduce()
     assert values["critic/score/mean"] == values["critic/rewards/mean"] == 3.0 / 5  # the excluded row is not a 0
     assert (values["critic/score/max"], values["critic/score/min"]) == (1.0, 0.0)
@@ -206,7 +208,8 @@ def test_data_metrics_equal_numbers_worked_by_hand():
     assert values["prompt_length/mean"] == pytest.approx(22 / 6)
     assert values["prompt_length/clip_ratio"] == pytest.approx(2 / 6)
     assert values["response/aborted_ratio"] == pytest.approx(1 / 6)
-    assert values["reward/excluded_ratio"] == pytest.approx(1 / 6)
+    assert values["reward/excluded_ratio"] == values["training/excluded_ratio"] == pytest.approx(1 / 6)
+    assert values["training/stale_tokens_ratio"] == 0
     assert values["reward/constant_group_ratio"] == pytest.approx(2 / 3)  # 8: equal; 9: one valid row; 7 differs
     tokens = [
         BATCH.advantages[row, t].item()
@@ -404,6 +407,7 @@ def test_every_metric_is_in_the_documentation(monkeypatch):
     world = type(SINGLE)(rank=0, size=1, local_rank=0, device=torch.device("cuda", 0))
     metrics = Metrics(SINGLE)
     data_metrics(BATCH, metrics, max_prompt_len=5)
+    advantage_metrics(BATCH, metrics)
     mismatch_metrics(BATCH.rollout_log_probs, BATCH, metrics)
     phases = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "testing", "step")
     timings = {f"timing_s/{phase}": 1.0 for phase in phases}

@@ -115,8 +115,8 @@ def test_without_rows_the_graph_stays_connected_with_zero_gradients():
 def test_without_entropy_log_probs_and_their_gradients_are_the_same():
     hidden, weight, labels = inputs(9)
     results = []
-    for with_entropy in (True, False):
-        log_probs, entropy = linear_log_probs(hidden, weight, labels, temperature=0.5, with_entropy=with_entropy)
+    for statistic in ("entropy", "none"):
+        log_probs, entropy = linear_log_probs(hidden, weight, labels, temperature=0.5, statistic=statistic)
         results.append((log_probs, *torch.autograd.grad(log_probs.sum(), (hidden, weight))))
     assert not entropy.requires_grad
     assert entropy.tolist() == [0] * 9
@@ -160,3 +160,14 @@ def test_the_full_logits_matrix_is_never_built():
         log_probs, entropy = linear_log_probs(hidden, weight, labels, temperature=1.0, chunk_size=16)
         (log_probs + entropy).sum().backward()
     assert largest == 16 * 2000
+
+
+def test_sum_of_squared_probabilities_equals_the_plain_softmax_for_any_chunk():
+    hidden, weight, labels = inputs(9)
+    expected = (hidden @ weight.T / 0.5).softmax(-1).square().sum(-1)
+    for chunk_size in (None, 4):
+        log_probs, squares = linear_log_probs(
+            hidden, weight, labels, temperature=0.5, chunk_size=chunk_size, statistic="sum_pi_squared"
+        )
+        assert not squares.requires_grad and log_probs.requires_grad
+        torch.testing.assert_close(squares, expected)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lib.advantages import GroupAdvantage
+from lib.aggregation import loss_denominator
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.losses import loss_denominator
 from lib.shaping import (
     OverlongConfig,
     make_token_level_rewards,

@@ -18,7 +18,8 @@ from lib.batching import iter_micro_batches, make_batch
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.forward import forward_policy
 from lib.fsdp import FSDPConfig, begin_micro_batch, load_policy
-from lib.losses import ClipLoss, aggregate
+from lib.aggregation import aggregate
+from lib.losses import ClipLoss
 from lib.metrics import Metrics, mismatch_metrics, update_metrics
 from lib.model import ModelConfig
 from lib.optim import HostAdamW

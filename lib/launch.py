@@ -1,0 +1,117 @@
+"""Before a run starts: what fits together and what does not, told before a model is loaded; and the run in words.
+
+What the scripts do first, in this order: `check_input`, `try_reward`, `load_prompts`, `check_same_prompts`, `describe`.
+"""
+
+from typing import Any
+
+from lib.config import batch_ladder, config_hash, either, nearest_divisors
+from lib.data import DataFiles, Prompts, check_data_files, load_tokenizer, stop_token_ids, tokenize
+from lib.dist import World
+from lib.errors import UserError
+from lib.model import check_model_config
+from lib.model_files import ModelFiles, check_model_files, expected_shapes
+from lib.parquet import Rows
+from lib.scoring import check_reward
+from lib.tracking import check_run
+from lib.train_config import TrainConfig
+
+
+def check_launch(cfg: TrainConfig, world: World) -> None:
+    """Raises UserError when the config does not fit the number of ranks."""
+    tp_size = cfg.rollout.tensor_model_parallel_size
+    if world.size % tp_size:
+        raise UserError(
+            f"--rollout.tensor-model-parallel-size {tp_size} does not divide the {world.size} ranks; torchrun; every "
+            f"engine takes that many ranks; use {either(nearest_divisors(world.size, tp_size))}, or start another "
+            "number of ranks"
+        )
+    if cfg.prompts_per_step % (world.size // tp_size):
+        raise UserError(
+            f"--prompts-per-step {cfg.prompts_per_step} does not divide among {world.size // tp_size} engines; "
+            f"{world.size} ranks / tensor-parallel size {tp_size}; expected a multiple of {world.size // tp_size}"
+        )
+    if cfg.mini_batch_size < world.size:
+        raise UserError(
+            f"--mini-batch-size {cfg.mini_batch_size} is smaller than the {world.size} ranks; every rank needs a "
+            f"response of each optimizer step; expected at least {world.size}; raise it, or start fewer ranks"
+        )
+
+
+def check_input(cfg: TrainConfig, world: World) -> tuple[DataFiles, ModelFiles]:
+    """The data and model files, after every check that needs neither transformers nor a GPU, on all ranks together."""
+    hashes = world.gather(config_hash(cfg))
+    if len(set(hashes)) > 1:
+        raise UserError(
+            f"the ranks were started with different options; config.json by rank; found hashes {', '.join(hashes)}, "
+            "expected equal ones; give every rank the same command line"
+        )
+    world.agree(lambda: check_launch(cfg, world))
+    files = world.agree(lambda: check_data_files(cfg.data))
+    model_files = world.agree(
+        lambda: check_model_files(
+            cfg.model.path,
+            max_prompt_len=cfg.data.max_prompt_len,
+            max_response_len=cfg.rollout.max_response_len,
+            tensor_parallel_size=cfg.rollout.tensor_model_parallel_size,
+        )
+    )
+    check_run(cfg.run_dir, cfg.tracking, world, overwrite=cfg.overwrite)
+    return files, model_files
+
+
+def try_reward(cfg: TrainConfig, train: Rows, val: Rows) -> str:
+    """A line about the reward function, which can score first rows of both splits and knows every data source."""
+    data_sources = train.data_sources(cfg.data.train_max_samples) | val.data_sources(cfg.data.val_max_samples)
+    trials = {train.where(row): train[row] for row in range(min(2, len(train)))}
+    trials |= {f"{val.where(0)} (validation)": val[0]} if len(val) else {}
+    return check_reward(cfg.reward, data_sources, trials)
+
+
+def load_prompts(
+    cfg: TrainConfig, files: DataFiles, model_files: ModelFiles, world: World
+) -> tuple[Any, list[int], Prompts, Prompts]:
+    """The tokenizer, the ids that end a response, and both splits under the chat template."""
+    check_model_config(str(model_files.folder), expected_shapes(model_files.config))
+    tokenizer = load_tokenizer(model_files.folder, chat_template_kwargs=cfg.data.chat_template_kwargs)
+    stop_ids = stop_token_ids(tokenizer, model_files.folder)
+    train_set = tokenize(cfg.data, files, tokenizer, split="train", show_progress=world.rank == 0)
+    return tokenizer, stop_ids, train_set, tokenize(cfg.data, files, tokenizer, split="val")
+
+
+def check_same_prompts(train_set: Prompts, val_set: Prompts, world: World) -> None:
+    """Raises UserError on all ranks when they do not hold the same prompts: a uid must mean the same everywhere."""
+    fingerprints = world.gather((train_set.fingerprint, val_set.fingerprint))
+    if len(set(fingerprints)) > 1:
+        raise UserError(
+            "the ranks read different prompts; data files or dataset class; found fingerprints "
+            f"{', '.join(first for first, _ in fingerprints)}, expected equal ones; give every node the same files, "
+            "and make a dataset class deterministic"
+        )
+
+
+def describe(
+    cfg: TrainConfig, world: World, model_files: ModelFiles, train_set: Prompts, val_set: Prompts, *, num_steps: int
+) -> str:
+    """What the run is about to do, in words, with every batch size that follows from the config."""
+    dropped = f", {train_set.num_filtered} dropped as too long" if train_set.num_filtered else ""
+    shortened = f", {train_set.num_truncated} shortened" if train_set.num_truncated else ""
+    ladder = batch_ladder(
+        prompts_per_step=cfg.prompts_per_step,
+        n=cfg.rollout.n,
+        mini_batch_size=cfg.mini_batch_size,
+        update_epochs=cfg.update_epochs,
+        num_ranks=world.size,
+        num_replicas=world.size // cfg.rollout.tensor_model_parallel_size,
+        max_tokens_per_gpu=cfg.max_tokens_per_gpu,
+        max_len=cfg.data.max_prompt_len + cfg.rollout.max_response_len,
+        num_steps=num_steps,
+        num_prompts=len(train_set),
+    )
+    return (
+        f"model        {model_files.folder} ({model_files.num_parameters / 1e6:,.1f} M parameters), "
+        f"{cfg.model.compute_dtype(world)} on {world.size} x {world.device.type}\n"
+        f"data         {len(train_set)} training prompts{dropped}{shortened}, longest {train_set.longest} tokens; "
+        f"{len(val_set)} validation prompts\n{ladder}\n"
+        f"correction   {cfg.correction.in_words(log_probs=cfg.rollout.log_probs)}"
+    )

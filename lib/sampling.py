@@ -1,0 +1,176 @@
+"""A step's scored responses: rounds of sampling and scoring, greedy baselines, groups carried over to the next step.
+
+The scripts call `Collector.collect` for the phases Rollout and Reward; which rounds, baselines and leftovers there are
+follows from the config, so every algorithm shares one loop.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from lib.data import PromptStream
+from lib.dist import World
+from lib.evaluate import decode
+from lib.groups import GroupFilterConfig, Verdict, goes_on, judge, metric_values, shortage, step_groups
+from lib.metrics import Metrics
+from lib.rollout import RolloutConfig, RolloutEngine, Sampling, training_sampling
+from lib.scoring import RewardConfig, Scorer, check_error_rate, error_counts
+from lib.tracking import Run
+from lib.types import Rollout, Sample, Score
+
+Group = list[Rollout]
+"""The responses to one prompt, in order of index."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """What a step trains on. The numbers are the same on all ranks."""
+
+    rollouts: list[Rollout]
+    """This rank's responses, scored."""
+    mini_batch_size: int
+    """Responses per optimizer step, over all ranks; 0: there is nothing to train on."""
+    num_mini_batches: int
+    any_stale: bool
+    """Whether an older policy sampled some of the tokens."""
+
+
+class Collector:
+    """Samples and scores the prompts of one step after the other. Its state is the groups left over."""
+
+    def __init__(
+        self, engine: RolloutEngine, scorer: Scorer, prompts: PromptStream, tokenizer: Any, *, rollout: RolloutConfig,
+        reward: RewardConfig, filter_groups: GroupFilterConfig, prompts_per_step: int, mini_batch_size: int,
+        with_greedy: bool, run: Run, world: World,
+    ) -> None:  # fmt: skip
+        """`with_greedy`: also a greedy response to every prompt, whose score becomes `Rollout.greedy_score`."""
+        self.engine, self.scorer, self.prompts, self.tokenizer = engine, scorer, prompts, tokenizer
+        self.rollout, self.reward, self.filter_groups = rollout, reward, filter_groups
+        self.prompts_per_step, self.mini_batch_size = prompts_per_step, mini_batch_size
+        self.with_greedy, self.run, self.world = with_greedy, run, world
+        self.carried: list[Group] = []
+        """Groups with a signal that earlier steps did not need; each on the rank that sampled it."""
+        self._share_kept = 1.0  # of the groups sampled last, those with a signal: how many to ask for
+
+    def collect(self, metrics: Metrics, *, label: str) -> Collected:
+        """The step's responses with their scores. The engine is awake and holds the policy's weights.
+
+        Raises RewardError when too many responses could not be scored. Executed by all ranks together.
+        """
+        choose = self._choose_groups if self.filter_groups.enable else self._take_all
+        groups, mini_batch_size, num_groups, scored = choose(metrics, label)
+        for name, count in check_error_rate(scored, self.reward, self.world).items():
+            metrics.set(name, count)
+        for text, count in error_counts(scored).items():
+            print(f"{label}: the reward of {count} responses failed: {text}")
+        rollouts = [rollout for group in groups for rollout in group]
+        return Collected(
+            rollouts=rollouts,
+            mini_batch_size=mini_batch_size,
+            num_mini_batches=num_groups * self.rollout.n // mini_batch_size if mini_batch_size else 0,
+            any_stale=any(self.world.gather(any(rollout.num_stale for rollout in rollouts))),
+        )
+
+    def _take_all(self, metrics: Metrics, label: str) -> tuple[list[Group], int, int, list[Rollout]]:
+        groups = self._sample(self.prompts_per_step, metrics, label)
+        return groups, self.mini_batch_size, self.prompts_per_step, [rollout for group in groups for rollout in group]
+
+    def _choose_groups(self, metrics: Metrics, label: str) -> tuple[list[Group], int, int, list[Rollout]]:
+        """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): rounds until enough groups have a signal."""
+        kept, target, scored = self.carried, self.prompts_per_step, []
+        rounds, num_kept = 0, self.world.gather(len(kept))
+        verdicts: Counter[Verdict] = Counter()
+        tokens: Counter[str] = Counter()  # of the groups that were dropped
+        while goes_on(num_kept, target=target, rounds=rounds, cfg=self.filter_groups):
+            asked = math.ceil((target - sum(num_kept)) / max(self._share_kept, 1 / 8))
+            of_round = min(asked, self.prompts_per_step)
+            groups = self._sample(of_round, metrics, f"{label}, round {rounds + 1}")
+            rounds += 1
+            found = self.world.agree(lambda groups=groups: [self._judge(group) for group in groups])
+            scored += [rollout for group in groups for rollout in group]
+            kept = kept + [group for group, verdict in zip(groups, found, strict=True) if verdict == "kept"]
+            dropped = [group for group, verdict in zip(groups, found, strict=True) if verdict != "kept"]
+            tokens["dropped"] += sum(len(rollout.response_ids) for group in dropped for rollout in group)
+            gathered = self.world.gather((len(kept), Counter(found)))
+            num_kept = [count for count, _ in gathered]
+            of_this_round = sum((counts for _, counts in gathered), Counter())
+            verdicts += of_this_round
+            self._share_kept = of_this_round["kept"] / max(1, of_this_round.total())
+        step = step_groups(
+            self.world.gather([group[0].sample.uid for group in kept]), target=target, n=self.rollout.n,
+            mini_batch_size=self.mini_batch_size, num_ranks=self.world.size,
+        )  # fmt: skip
+        chosen = set(step.uids)
+        surplus = [group for group in kept if group[0].sample.uid not in chosen]
+        self.carried = [[_stale(rollout) for rollout in group] for group in surplus]
+        if not self.filter_groups.keep_surplus:
+            self.carried = []
+            tokens["dropped"] += sum(len(rollout.response_ids) for group in surplus for rollout in group)
+        self._report(metrics, label, step, rounds, verdicts, tokens["dropped"])
+        chosen_groups = [group for group in kept if group[0].sample.uid in chosen]
+        return chosen_groups, step.mini_batch_size, len(step.uids), scored
+
+    def _report(
+        self, metrics: Metrics, label: str, step: Any, rounds: int, verdicts: Counter[Verdict], dropped: int
+    ) -> None:
+        metrics.set("train/num_gen_batches", rounds)
+        for verdict in ("kept", "all_right", "all_wrong", "out_of_band", "failed"):
+            metrics.set(f"filter_groups/{verdict}", verdicts[verdict])
+        metrics.set("filter_groups/trained", len(step.uids))
+        metrics.set("filter_groups/carried", len(step.surplus) if self.filter_groups.keep_surplus else 0)
+        metrics.add_sum("filter_groups/wasted_tokens", dropped)
+        if line := shortage(step, target=self.prompts_per_step, rounds=rounds, counts=verdicts):
+            self.run.say(f"{label}: {line}")
+
+    def _judge(self, group: Group) -> Verdict:
+        return judge(metric_values(group, self.filter_groups.metric), self.filter_groups)
+
+    def _sample(self, num_prompts: int, metrics: Metrics, label: str) -> list[Group]:
+        """This rank's scored groups of the next prompts; none on ranks that only lend a replica their GPU."""
+        samples = self.engine.share(self.prompts.next(num_prompts))
+        total = len(samples) * (2 if self.with_greedy else 1)
+        with metrics.time("gen"), self.run.progress(f"{label}: sampling", total) as advance:
+            self._generate(samples, training_sampling(self.rollout), "train", advance, offset=0)
+            if self.with_greedy:
+                greedy = Sampling(n=1, max_response_len=self.rollout.max_response_len, temperature=0.0)
+                self._generate(samples, greedy, "greedy", advance, offset=self.rollout.n)
+        with metrics.time("reward"):  # the workers scored during sampling; only the last responses are still missing
+            rollouts = sorted(self.scorer.collect(), key=lambda r: (r.sample.uid, r.index))
+        groups = [list(group) for _, group in groupby(rollouts, key=lambda r: r.sample.uid)]
+        if not self.with_greedy:
+            return groups
+        metrics.add_mean("remax/greedy_score", *_sum_and_count(group[-1] for group in groups))
+        return [_with_greedy_score(group[:-1], group[-1]) for group in groups]
+
+    def _generate(
+        self, samples: list[Sample], sampling: Sampling, stream: str, advance: Callable[[], None], *, offset: int
+    ) -> None:
+        """Hands every response to the scorer as it comes, its index raised by `offset`."""
+        for group in self.engine.generate(samples, sampling, stream=stream):
+            if self.engine.is_leader:  # tensor-parallel ranks sample the same; one of them speaks
+                for rollout in group:
+                    text = decode(self.tokenizer, rollout.response_ids)
+                    self.scorer.submit(replace(rollout, index=rollout.index + offset), text)
+            advance()
+
+
+def _stale(rollout: Rollout) -> Rollout:
+    """The response as the next step sees it: all of it sampled by an older policy."""
+    return replace(rollout, num_stale=len(rollout.response_ids))
+
+
+def _with_greedy_score(group: Group, greedy: Rollout) -> Group:
+    """The group with the greedy response's score as baseline; where that has none, no response has one either."""
+    assert group and greedy.score is not None
+    if greedy.score.score is not None:
+        return [replace(rollout, greedy_score=greedy.score.score) for rollout in group]
+    failed = Score(score=None, error=greedy.score.error and f"of the greedy response: {greedy.score.error}")
+    return [replace(rollout, score=failed) for rollout in group]
+
+
+def _sum_and_count(rollouts: Any) -> tuple[float, int]:
+    scores = [rollout.score.score for rollout in rollouts if rollout.score.score is not None]
+    return math.fsum(scores), len(scores)

@@ -1,0 +1,169 @@
+"""What defines a training run: the fields that all scripts share, which of them fit together, what follows from them.
+
+A script derives its config from `TrainConfig` and adds what it alone reads.
+"""
+
+from dataclasses import dataclass, field
+
+from lib.advantages import ADVANTAGES, Advantage
+from lib.aggregation import LossAggMode
+from lib.config import either, nearest_divisors, plug_in
+from lib.correction import CORRECTIONS, AutoCorrection, Correction
+from lib.data import DataConfig
+from lib.errors import UserError
+from lib.evaluate import EvalConfig
+from lib.fsdp import FSDPConfig
+from lib.groups import GroupFilterConfig
+from lib.kl import KLRewardConfig, KLType
+from lib.losses import LOSSES, PolicyLoss
+from lib.model import ModelConfig
+from lib.optim import OptimConfig
+from lib.rollout import RolloutConfig
+from lib.scoring import RewardConfig
+from lib.shaping import OverlongConfig
+from lib.tracking import TrackingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that defines a run without a critic. A recipe sets these; --section.field overrides them."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    advantage: Advantage = plug_in(ADVANTAGES, "grpo")
+    loss: PolicyLoss = plug_in(LOSSES, "vanilla")
+    loss_agg_mode: LossAggMode | None = None
+    """How per-token losses become one number: token-mean weighs every token alike (DAPO); None: the loss's own."""
+    kl_loss_coef: float = 0.0
+    """Weight of the KL to the frozen initial policy in the loss; 0 switches it off and loads no reference."""
+    kl_loss_type: KLType = "k3"
+    """Estimator of that KL per token."""
+    kl_reward: KLRewardConfig = field(default_factory=KLRewardConfig)
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus in the loss."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    filter_groups: GroupFilterConfig = field(default_factory=GroupFilterConfig)
+    correction: Correction = plug_in(CORRECTIONS, "auto")
+
+    prompts_per_step: int = 128
+    """Prompts per training step, over all ranks."""
+    mini_batch_size: int = 1024
+    """Responses per optimizer step, over all ranks."""
+    update_epochs: int = 1
+    """Passes over the responses of a step."""
+    max_tokens_per_gpu: int = 16384
+    """Most tokens (prompts and responses) in one forward or backward pass of a rank; never changes the gradient."""
+    num_steps: int | None = None
+    """Training steps (a rollout and its update each); None: as many as --total-epochs gives."""
+    total_epochs: int = 1
+    """Passes over the training data, used when --num-steps is not given."""
+
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    run_dir: str = "runs/train"
+    """Folder of the run: config, metrics, curves, samples, logs."""
+    overwrite: bool = False
+    """Move an existing run folder aside and start afresh."""
+    seed: int = 0
+    """Seed of the data order and of every sampled response."""
+    debug: bool = False
+    """Show tracebacks also for errors that are the input's."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompts_per_step", "mini_batch_size", "update_epochs", "max_tokens_per_gpu", "total_epochs"):
+            _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
+        # The engine gets a request for every prompt: more is a slip of the pen.
+        _require("prompts_per_step", self.prompts_per_step, self.prompts_per_step <= 2**20, "at most 2**20")
+        _require("num_steps", self.num_steps, self.num_steps is None or self.num_steps >= 1, "at least 1")
+        _require("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
+        for name in ("kl_loss_coef", "entropy_coef"):
+            _require(name, getattr(self, name), 0 <= getattr(self, name) < float("inf"), "0 or more and finite")
+        responses = self.prompts_per_step * self.rollout.n
+        if responses % self.mini_batch_size:
+            raise UserError(
+                f"mini_batch_size={self.mini_batch_size} does not divide the {responses} responses of a step; "
+                f"--mini-batch-size; found prompts_per_step={self.prompts_per_step} x n={self.rollout.n}; "
+                f"use {either(nearest_divisors(responses, self.mini_batch_size))}"
+            )
+        if self.advantage.needs_group and self.rollout.n < 2:
+            raise UserError(
+                f"--rollout.n {self.rollout.n} is too small for a group; --advantage; a group advantage compares the "
+                "responses of one prompt, expected at least 2; set --rollout.n 8"
+            )
+        if self.rollout.top_p < 1 or self.rollout.top_k > 0:
+            raise UserError(
+                "top-p and top-k change the sampler's distribution but not the trainer's, so every ratio would be "
+                f"wrong; --rollout.top-p {self.rollout.top_p} --rollout.top-k {self.rollout.top_k}; expected 1.0 and 0 "
+                "in training; leave them out (validation has --eval.top-p and --eval.top-k of its own)"
+            )
+        if self.filter_groups.enable and self.rollout.n < 2:
+            raise UserError(
+                f"--rollout.n {self.rollout.n} is too small to filter groups; --filter-groups.enable True; the "
+                "responses of a prompt must differ, expected at least 2; set --rollout.n 8"
+            )
+        if self.filter_groups.enable and self.filter_groups.keep_surplus and not self.rollout.log_probs:
+            raise UserError(
+                "groups kept for the next step need the log-probs of the policy that sampled them; "
+                "--filter-groups.keep-surplus; found --rollout.log-probs False, expected True; leave that out, or set "
+                "--filter-groups.keep-surplus False"
+            )
+        if self.overlong.buffer_len > self.rollout.max_response_len:
+            raise UserError(
+                f"--overlong.buffer-len {self.overlong.buffer_len} is longer than a response; length shaping; found "
+                f"--rollout.max-response-len {self.rollout.max_response_len}, expected at least as much; lower the "
+                "buffer"
+            )
+        if self.correction.bypass and self.advantage.needs_sum_pi_squared:
+            raise UserError(
+                "--correction.bypass leaves out the pass that the advantage reads; --advantage; found "
+                f"{type(self.advantage).__name__}, expected one that needs no sums of squared probabilities; choose "
+                "another correction or advantage"
+            )
+        said = self.correction != AutoCorrection()
+        if said and self.correction.needs_rollout_log_probs and not self.rollout.log_probs:
+            raise UserError(
+                "a correction compares with the engine's log-probs, and there are none; --correction; found "
+                "--rollout.log-probs False, expected True; leave it out, or give --correction none"
+            )
+        longest = self.data.max_prompt_len + self.rollout.max_response_len
+        if self.max_tokens_per_gpu < longest:
+            raise UserError(
+                f"--max-tokens-per-gpu {self.max_tokens_per_gpu} is smaller than one sequence; found "
+                f"--data.max-prompt-len {self.data.max_prompt_len} + --rollout.max-response-len "
+                f"{self.rollout.max_response_len} = {longest}; expected at least {longest}; raise it"
+            )
+
+    @property
+    def agg_mode(self) -> LossAggMode:
+        """--loss-agg-mode, or the loss's own where that is not given."""
+        return self.loss_agg_mode or self.policy_loss.agg_mode
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the frozen initial policy is loaded."""
+        return self.kl_loss_coef > 0 or self.kl_reward.coef > 0
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether the pass for old log-probs runs even before a single update; never with --correction.bypass."""
+        return (
+            self.policy_loss.needs_old_log_probs
+            or self.correction.needs_old_log_probs
+            or self.advantage.needs_sum_pi_squared
+            or self.kl_reward.coef > 0
+        )
+
+    @property
+    def policy_loss(self) -> PolicyLoss:
+        """The loss to train with: --loss, unless the correction brings its own."""
+        return self.correction.policy_loss(self.loss)
+
+
+def _require(name: str, value: object, ok: bool, rule: str) -> None:
+    if not ok:
+        flag = "--" + name.replace("_", "-")
+        raise UserError(f"{flag} is out of range; found {value}, expected {rule}; change {flag}")
