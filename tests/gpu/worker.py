@@ -14,11 +14,11 @@ import vllm
 import lib.optim
 import lib.rollout
 from lib.advantages import GroupAdvantage
+from lib.aggregation import aggregate
 from lib.batching import iter_micro_batches, make_batch
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.forward import forward_policy
 from lib.fsdp import FSDPConfig, begin_micro_batch, load_policy
-from lib.aggregation import aggregate
 from lib.losses import ClipLoss
 from lib.metrics import Metrics, mismatch_metrics, update_metrics
 from lib.model import ModelConfig
