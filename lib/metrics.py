@@ -63,8 +63,8 @@ class Metrics:
 
     def add_stats(self, prefix: str, values: Tensor) -> None:
         """Adds a tensor's elements to prefix/mean, prefix/max and prefix/min; it may be empty."""
-        values, count = values.detach().double().flatten(), values.numel()
-        self.add_mean(f"{prefix}/mean", values.sum(), count)
+        values, count = values.detach(), values.numel()
+        self.add_mean(f"{prefix}/mean", values.sum(dtype=torch.float64), count)
         self.add_max(f"{prefix}/max", values.max() if count else math.nan, count)
         self.add_min(f"{prefix}/min", values.min() if count else math.nan, count)
 
