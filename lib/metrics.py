@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lib.critic_loss import explained_variance
 from lib.dist import World
 from lib.types import Batch
 
@@ -154,7 +155,7 @@ def _result(kind: str, row: tuple[float, ...]) -> float:
 def data_metrics(batch: Batch, metrics: Metrics, *, max_prompt_len: int) -> None:
     """Adds critic/*, response_length/*, prompt_length/*, response/* and reward/* of the step's rows.
 
-    Executed by all ranks (one collective: a group may be spread over ranks), after the advantages are known.
+    Executed by all ranks together (a group may be spread over them), after the advantages are known.
     """
     scores = batch.scores[batch.valid]
     metrics.add_stats("critic/score", scores)
@@ -163,6 +164,10 @@ def data_metrics(batch: Batch, metrics: Metrics, *, max_prompt_len: int) -> None
         metrics.add_stats("critic/advantages", batch.advantages[batch.response_mask])
     if batch.returns is not None:
         metrics.add_stats("critic/returns", batch.returns[batch.response_mask])
+    if batch.values is not None:
+        metrics.add_stats("critic/values", batch.values[batch.response_mask])
+        explained = explained_variance(batch.values, batch.returns, batch.response_mask, metrics.world)
+        metrics.set("critic/vf_explained_var", explained)
     metrics.add_stats("response_length", batch.response_lens)
     metrics.add_stats("prompt_length", batch.prompt_lens)
     for name, flags in {
@@ -198,17 +203,18 @@ def constant_reward_warning(constant_group_ratios: Sequence[float], *, patience:
 
 
 def update_metrics(
-    metrics: Metrics, mask: Tensor, *, terms: Mapping[str, Tensor], stats: Mapping[str, Tensor], num_updates: int
-) -> None:
-    """Adds actor/NAME of a micro-batch: losses summed over micro-batches and ranks, other numbers as token means.
+    metrics: Metrics, mask: Tensor, *, terms: Mapping[str, Tensor], stats: Mapping[str, Tensor], num_updates: int,
+    role: Literal["actor", "critic"] = "actor",
+) -> None:  # fmt: skip
+    """Adds ROLE/NAME of a micro-batch: losses summed over micro-batches and ranks, other numbers as token means.
 
     `terms` are this micro-batch's shares of a mini-batch's losses (scalars), averaged over the step's `num_updates`
     optimizer steps; `stats` are (b, t), averaged over the True places of `mask` (b, t).
     """
     for name, share in terms.items():
-        metrics.add_sum(f"actor/{name}", share.detach() / num_updates)
+        metrics.add_sum(f"{role}/{name}", share.detach() / num_updates)
     for name, values in stats.items():
-        metrics.add_mean(f"actor/{name}", torch.where(mask, values.detach(), 0.0).sum(), mask.sum())
+        metrics.add_mean(f"{role}/{name}", torch.where(mask, values.detach(), 0.0).sum(), mask.sum())
 
 
 # ---- Speed ----
