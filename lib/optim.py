@@ -4,7 +4,7 @@ import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ CHUNK = 2**26  # elements whose moments visit the GPU at once: 512 MiB, or one p
 class OptimConfig:
     """AdamW and its schedule."""
 
+    section: ClassVar[str] = "--optim"
+    """Where its options are on the command line, for messages."""
     lr: float = 1e-6
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -51,7 +53,7 @@ class OptimConfig:
         }
         for name, (ok, rule) in rules.items():
             if not ok:
-                flag = "--optim." + name.replace("_", "-")
+                flag = f"{self.section}.{name.replace('_', '-')}"
                 raise UserError(f"{flag} is out of range; found {getattr(self, name)}, expected {rule}; change {flag}")
 
 
