@@ -99,17 +99,6 @@ def iter_mini_batches(batch: Batch, world: World, *, update_epochs: int) -> Iter
             yield batch.rows((batch.mini_batch_ids == mini_batch_id).nonzero().flatten())
 
 
-def with_mini_batch_size(batch: Batch, world: World, *, mini_batch_size: int) -> Batch:
-    """The batch with mini_batch_ids for another number of responses per optimizer step; every row stays on its rank.
-
-    Executed by all ranks together.
-    """
-    mine = list(zip(batch.uids.tolist(), batch.indices.tolist(), strict=True))
-    rows = sorted(row for of_rank in world.gather(mine) for row in of_rank)
-    ids = {row: place // mini_batch_size for place, row in enumerate(rows)}
-    return batch.with_(mini_batch_ids=torch.tensor([ids[row] for row in mine], dtype=torch.int64))
-
-
 def iter_micro_batches(mini_batch: Batch, max_tokens_per_gpu: int, world: World) -> Iterator[Batch]:
     """Micro-batches of at most max_tokens_per_gpu tokens, prompts and responses together, equally many on all ranks.
 

@@ -30,8 +30,6 @@ class CriticConfig:
     """Farthest that a value may move from the one before the update and still gain; above 0, inf: no clip."""
     warmup_steps: int = 0
     """First training steps in which only the critic learns."""
-    mini_batch_size: int | None = None
-    """Responses per optimizer step of the critic, over all ranks; None: the policy's."""
     update_epochs: int | None = None
     """The critic's passes over the responses of a step; None: the policy's."""
     max_tokens_per_gpu: int | None = None
@@ -39,7 +37,7 @@ class CriticConfig:
 
     def __post_init__(self) -> None:
         rules = {"value_clip": (self.value_clip > 0, "above 0"), "warmup_steps": (self.warmup_steps >= 0, "0 or more")}
-        for name in ("mini_batch_size", "update_epochs", "max_tokens_per_gpu"):
+        for name in ("update_epochs", "max_tokens_per_gpu"):
             rules[name] = (getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or None")
         for name, (ok, rule) in rules.items():
             if not ok:

@@ -10,12 +10,12 @@ import sys
 import torch
 
 from lib.aggregation import aggregate, loss_denominator
-from lib.batching import iter_micro_batches, iter_mini_batches, make_batch, with_mini_batch_size
+from lib.batching import iter_micro_batches, iter_mini_batches, make_batch
 from lib.critic_loss import value_loss
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.forward import compute_values, forward_critic
 from lib.fsdp import FSDPConfig, begin_micro_batch, iter_full_tensors, load_critic, offload, onload
-from lib.metrics import Metrics, data_metrics, update_metrics
+from lib.metrics import Metrics, advantage_metrics, data_metrics, update_metrics
 from lib.model import ModelConfig
 from lib.optim import OptimConfig, build_optimizer, optimizer_step
 from tests.tiny import make_rollouts
@@ -78,12 +78,12 @@ def main(path, out, recompute=False):
         for mini_batch in iter_mini_batches(batch, world, update_epochs=1):
             backward(critic, mini_batch, world, budget, metrics)
         data_metrics(batch, metrics, max_prompt_len=16)
+        advantage_metrics(batch, metrics)
         result[f"metrics/{budget}"] = metrics.reduce()
         result[f"gradient/{budget}"] = {n: p.grad.full_tensor().clone() for n, p in critic.named_parameters()}
         critic.zero_grad()
-    optimizer, _ = build_optimizer(critic, OptimConfig(lr=1e-2), num_steps=2)
-    smaller = with_mini_batch_size(batch, world, mini_batch_size=5)
-    result["mini_batch_ids"] = per_row(smaller, smaller.mini_batch_ids, world)
+    optimizer = build_optimizer(critic, OptimConfig(lr=1e-2))
+    smaller = with_targets(make_batch(rollouts, world, mini_batch_size=6))
     for mini_batch in list(iter_mini_batches(smaller, world, update_epochs=1))[:2]:
         backward(critic, mini_batch, world, 60, Metrics(SINGLE))
         _, taken = optimizer_step(critic, optimizer, clip_grad=1.0)
