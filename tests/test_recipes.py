@@ -6,14 +6,20 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
+from lib.advantages import ADVANTAGES
+from lib.aggregation import LossAggMode
 from lib.config import parse_args
+from lib.correction import CORRECTIONS
 from lib.dist import World
 from lib.errors import UserError
+from lib.kl import KLType
 from lib.launch import check_launch
+from lib.losses import LOSSES
 from lib.parquet import write_rows
 from lib.tracking import read_metrics
 from recipes import plot_algorithms
@@ -88,6 +94,28 @@ def test_the_full_size_recipes_stop_at_the_missing_model_alone(tmp_path):
         assert f"no such model folder; --model.path {tmp_path / 'nothing'}" in result["stderr"], name
 
 
+# ---- The page about them ----
+
+
+def test_the_page_has_every_name_that_the_command_line_takes():
+    text = (ROOT / "docs/algorithms.md").read_text()
+    names = [*ADVANTAGES, *LOSSES, *CORRECTIONS, *get_args(LossAggMode), *get_args(KLType)]
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_page_says_what_the_full_size_recipe_does(name):
+    lines = (ROOT / "docs/algorithms.md").read_text().splitlines()
+    row = next(line for line in lines if line.startswith(f"| {name} |"))
+    _, advantage, loss, agg_mode, kl, updates, _ = (cell.strip() for cell in row.strip("|").split("|"))
+    config = load(f"{name}_qwen3_1_7b_gsm8k").config
+    assert type(config.advantage) is ADVANTAGES[advantage]
+    assert type(config.loss) is LOSSES[loss.split(",")[0]]
+    assert config.agg_mode == agg_mode
+    assert config.needs_reference == (kl != "none")
+    assert config.prompts_per_step * config.rollout.n == int(updates) * config.mini_batch_size
+
+
 # ---- Trained ----
 
 
@@ -98,14 +126,8 @@ def tiny_task(tmp_path_factory):
     data, model = str(folder / "data"), str(folder / "model")
     for words in (("prepare_arithmetic", "--out", data), ("make_tiny_model", "--data", data, "--out", model)):
         subprocess.run([sys.executable, "-m", f"recipes.{words[0]}", *words[1:]], cwd=ROOT, check=True, timeout=600)
-    return (
-        "--model.path",
-        model,
-        "--data.train-files",
-        f"{data}/train.parquet",
-        "--data.val-files",
-        f"{data}/val.parquet",
-    )
+    files = {"train": f"{data}/train.parquet", "val": f"{data}/val.parquet"}
+    return ["--model.path", model, *(word for split in files for word in (f"--data.{split}-files", files[split]))]
 
 
 @pytest.mark.slow
