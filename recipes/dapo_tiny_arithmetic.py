@@ -30,7 +30,7 @@ config = GRPOConfig(
     loss=ClipLoss(clip_low=0.2, clip_high=0.28, clip_dual=10.0),
     loss_agg_mode="token-mean",
     overlong=OverlongConfig(buffer_len=2, factor=1.0),
-    filter_groups=GroupFilterConfig(enable=True, metric="acc", max_rounds=4),
+    filter_groups=GroupFilterConfig(enable=True, max_rounds=4),
     prompts_per_step=32,
     mini_batch_size=128,
     max_tokens_per_gpu=8192,

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=2 -m recipes.gspo_tiny_arithmetic
 
 What differs from grpo_tiny_arithmetic: the ratio and its clip are of whole responses, and a step has four updates,
-without which every ratio would be exactly 1. The paper's bounds of 3e-4 and 4e-4 are for long responses: with ten
-tokens a mean ratio moves further, and they would stop nearly every response after the first update.
+without which every ratio would be exactly 1. The paper's bounds of 3e-4 and 4e-4 are for long responses, whose mean
+ratio hardly moves; with ten tokens they stop about half of the responses after the first update.
 """
 
 from lib.config import parse_cli
