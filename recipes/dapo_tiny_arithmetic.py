@@ -34,7 +34,7 @@ config = GRPOConfig(
     prompts_per_step=32,
     mini_batch_size=128,
     max_tokens_per_gpu=8192,
-    num_steps=40,
+    num_steps=30,
     optim=OptimConfig(lr=5e-5, schedule="cosine", weight_decay=0.0),
     eval=EvalConfig(every=5),
     run_dir="runs/dapo_tiny",

@@ -30,7 +30,7 @@ config = GRPOConfig(
     prompts_per_step=64,
     mini_batch_size=256,
     max_tokens_per_gpu=8192,
-    num_steps=40,
+    num_steps=30,
     optim=OptimConfig(lr=5e-5, schedule="cosine", weight_decay=0.0),
     eval=EvalConfig(every=5),
     run_dir="runs/rloo_tiny",
