@@ -1,8 +1,10 @@
-"""Runs `train_grpo.py` with many command lines, each in a fork of this process: torch is imported once for all.
+"""Runs `train_grpo.py`, or recipes, with many command lines, each in a fork of this process: torch is imported once.
 
-Standard input: JSON, {name: {words, env}}. Standard output: JSON, {name: {code, stdout, stderr, imported}}.
+Standard input: JSON, {name: {words, env, recipe}}; recipe is optional, the name of its module. Standard output: JSON,
+{name: {code, stdout, stderr, imported}}.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -22,14 +24,15 @@ def end_accepted(*_, **__):
     os._exit(ACCEPTED)
 
 
-def run(words: list[str], env: dict[str, str]) -> int:
-    """The exit code of the script's last line."""
+def run(words: list[str], env: dict[str, str], recipe: str | None) -> int:
+    """The exit code of the script's last line, or the recipe's."""
     os.environ.update(env)
     sys.argv = ["train_grpo.py", *words]
     train_grpo.RolloutEngine = end_accepted
     signal.alarm(LIMIT_S)
     try:
-        train_grpo.main(train_grpo.parse_cli(train_grpo.GRPOConfig()))
+        config = importlib.import_module(recipe).config if recipe else train_grpo.GRPOConfig()
+        train_grpo.main(train_grpo.parse_cli(config))
     except SystemExit as exit_:
         return exit_.code
     except BaseException:
@@ -37,14 +40,14 @@ def run(words: list[str], env: dict[str, str]) -> int:
     return 1
 
 
-def in_fork(words: list[str], env: dict[str, str]) -> dict:
+def in_fork(words: list[str], env: dict[str, str], recipe: str | None = None) -> dict:
     files = [tempfile.TemporaryFile("w+", errors="replace") for _ in range(3)]  # noqa: SIM115 (read below)
     child = os.fork()
     if child == 0:
         os.setsid()
         os.dup2(files[0].fileno(), 1)
         os.dup2(files[1].fileno(), 2)
-        code = run(words, env)
+        code = run(words, env, recipe)
         os.write(files[2].fileno(), json.dumps([name for name in HEAVY if name in sys.modules]).encode())
         os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,0 +1,38 @@
+"""CISPO (MiniMax-M1, https://arxiv.org/abs/2506.13585) on the sum of two two-digit numbers: minutes on 2 CPU cores.
+
+    python -m recipes.prepare_arithmetic && python -m recipes.make_tiny_model
+    torchrun --nproc_per_node=2 -m recipes.cispo_tiny_arithmetic
+
+What differs from grpo_tiny_arithmetic: the clip bounds a token's weight and silences none, and a step has four updates,
+without which every ratio would be exactly 1.
+"""
+
+from lib.config import parse_cli
+from lib.data import DataConfig
+from lib.evaluate import EvalConfig
+from lib.losses import CISPOLoss
+from lib.model import ModelConfig
+from lib.optim import OptimConfig
+from lib.rollout import RolloutConfig
+from lib.scoring import RewardConfig
+from train_grpo import GRPOConfig, main
+
+config = GRPOConfig(
+    model=ModelConfig(path="models/tiny-arithmetic"),
+    data=DataConfig(
+        train_files=("data/arithmetic/train.parquet",), val_files=("data/arithmetic/val.parquet",), max_prompt_len=32
+    ),
+    reward=RewardConfig(num_workers=1),
+    rollout=RolloutConfig(n=8, max_response_len=12, max_num_batched_tokens=4096, gpu_memory_utilization=0.2),
+    loss=CISPOLoss(clip_low=1.0, clip_high=0.2),
+    prompts_per_step=32,
+    mini_batch_size=64,
+    max_tokens_per_gpu=8192,
+    num_steps=30,
+    optim=OptimConfig(lr=5e-5, schedule="cosine", weight_decay=0.0),
+    eval=EvalConfig(every=5),
+    run_dir="runs/cispo_tiny",
+)
+
+if __name__ == "__main__":
+    main(parse_cli(config))

@@ -1,0 +1,174 @@
+"""Every recipe holds together: its config passes all checks as it stands, and its tiny variant trains."""
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from lib.advantages import ADVANTAGES
+from lib.aggregation import LossAggMode
+from lib.config import parse_args
+from lib.correction import CORRECTIONS
+from lib.dist import World
+from lib.errors import UserError
+from lib.kl import KLType
+from lib.launch import check_launch
+from lib.losses import LOSSES
+from lib.parquet import write_rows
+from lib.tracking import read_metrics
+from recipes import plot_algorithms
+from recipes.prepare_gsm8k import to_row
+from tests.ranks import ROOT, torchrun
+
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "remax")
+FULL_SIZE = [f"{name}_qwen3_1_7b_gsm8k" for name in ALGORITHMS]
+TINY = [*(f"{name}_tiny_arithmetic" for name in ALGORITHMS), "example_custom_everything"]
+RANKS = dict.fromkeys(FULL_SIZE, 8) | dict.fromkeys(TINY, 2)
+ACCURACY = "val-core/arithmetic/acc/mean@1"
+
+
+def load(name):
+    return importlib.import_module(f"recipes.{name}")
+
+
+# ---- As it stands ----
+
+
+def test_every_recipe_is_known_here():
+    found = {path.stem for path in (ROOT / "recipes").glob("*.py") if "\nconfig = " in path.read_text()}
+    assert found == set(RANKS)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_recipe_passes_every_check_and_shows_its_help(name, capsys):
+    config = load(name).config
+    assert parse_args(config, []) == config
+    check_launch(config, World(rank=0, size=RANKS[name], local_rank=0, device=torch.device("cpu")))
+    with pytest.raises(SystemExit) as end:
+        parse_args(config, ["--help"])
+    assert end.value.code == 0
+    assert "--optim.lr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_docstring_says_how_to_run_the_recipe(name):
+    text = load(name).__doc__
+    assert f"torchrun --nproc_per_node={RANKS[name]} -m recipes.{name}\n" in text
+    assert "https://arxiv.org/abs/" in text or name.startswith(("example", "grpo"))
+    assert name not in FULL_SIZE or "no score is claimed" in text
+
+
+def test_no_two_recipes_write_to_one_run_folder():
+    assert len({load(name).config.run_dir for name in RANKS}) == len(RANKS)
+
+
+def test_the_tiny_recipes_differ_in_their_algorithm_alone():
+    configs = {name: load(name).config for name in TINY[:-1]}
+    for part in ("model", "data", "reward", "optim", "max_tokens_per_gpu", "seed"):
+        assert len({repr(getattr(config, part)) for config in configs.values()}) == 1, part
+    assert {config.prompts_per_step * config.rollout.n for config in configs.values()} == {256}
+
+
+def test_the_full_size_recipes_stop_at_the_missing_model_alone(tmp_path):
+    row = {"question": "How many?", "answer": "One and one. #### 2"}
+    for split in ("train", "test"):
+        write_rows(tmp_path / f"{split}.parquet", [to_row(row | {"question": split}, split=split, index=0)])
+    words = [
+        *("--model.path", str(tmp_path / "nothing"), "--data.train-files", str(tmp_path / "train.parquet")),
+        *("--data.val-files", str(tmp_path / "test.parquet"), "--run-dir", str(tmp_path / "run")),
+    ]
+    cases = {name: {"words": words, "env": {}, "recipe": f"recipes.{name}"} for name in FULL_SIZE}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bad_input_worker"], input=json.dumps(cases), cwd=ROOT, capture_output=True,
+        text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, result in json.loads(done.stdout).items():
+        assert result["code"] == 2, (name, result["stderr"])
+        assert f"no such model folder; --model.path {tmp_path / 'nothing'}" in result["stderr"], name
+
+
+# ---- The page about them ----
+
+
+def test_the_page_has_every_name_that_the_command_line_takes():
+    text = (ROOT / "docs/algorithms.md").read_text()
+    names = [*ADVANTAGES, *LOSSES, *CORRECTIONS, *get_args(LossAggMode), *get_args(KLType)]
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_page_says_what_the_full_size_recipe_does(name):
+    lines = (ROOT / "docs/algorithms.md").read_text().splitlines()
+    row = next(line for line in lines if line.startswith(f"| {name} |"))
+    _, advantage, loss, agg_mode, kl, updates, _ = (cell.strip() for cell in row.strip("|").split("|"))
+    config = load(f"{name}_qwen3_1_7b_gsm8k").config
+    assert type(config.advantage) is ADVANTAGES[advantage]
+    assert type(config.loss) is LOSSES[loss.split(",")[0]]
+    assert config.agg_mode == agg_mode
+    assert config.needs_reference == (kl != "none")
+    assert config.prompts_per_step * config.rollout.n == int(updates) * config.mini_batch_size
+
+
+# ---- Trained ----
+
+
+@pytest.fixture(scope="module")
+def tiny_task(tmp_path_factory):
+    """The options that lead a tiny recipe to the quickstart's data and model."""
+    folder = tmp_path_factory.mktemp("arithmetic")
+    data, model = str(folder / "data"), str(folder / "model")
+    for words in (("prepare_arithmetic", "--out", data), ("make_tiny_model", "--data", data, "--out", model)):
+        subprocess.run([sys.executable, "-m", f"recipes.{words[0]}", *words[1:]], cwd=ROOT, check=True, timeout=600)
+    files = {"train": f"{data}/train.parquet", "val": f"{data}/val.parquet"}
+    return ["--model.path", model, *(word for split in files for word in (f"--data.{split}-files", files[split]))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_a_tiny_recipe_trains_two_steps(name, tiny_task, tmp_path):
+    short = ("--num-steps", "2", "--data.val-max-samples", "20", "--run-dir", str(tmp_path / "run"))
+    done = torchrun(2, "-m", f"recipes.{name}", *tiny_task, *short)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    before, *steps = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in steps] == [1, 2] and ACCURACY in before and ACCURACY in steps[-1]
+    for row in steps:
+        assert 0 < row["actor/grad_norm"] < math.inf and row["actor/skipped_updates"] == 0
+        assert row["training/rollout_log_probs_diff/max"] < 1e-3
+
+
+# ---- The picture ----
+
+
+def write_run(folder: Path, values: list[float], metric: str = ACCURACY) -> str:
+    folder.mkdir()
+    lines = [json.dumps({"step": 5 * place, metric: value}) + "\n" for place, value in enumerate(values)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return str(folder)
+
+
+def test_the_picture_shows_every_run(tmp_path, capsys):
+    runs = tuple(write_run(tmp_path / name, [0.4, 0.5, 1.0]) for name in ("grpo_tiny", "dapo_tiny"))
+    plot_algorithms.main(plot_algorithms.PlotConfig(runs=runs, out=str(tmp_path / "deep" / "all.png")))
+    assert (tmp_path / "deep" / "all.png").read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert "grpo_tiny: 0.400 0.500 1.000" in out and "dapo_tiny: 0.400 0.500 1.000" in out
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda folder: (), "expected at least 1"),
+        (lambda folder: (str(folder / "nothing"),), "found no validation"),
+        (lambda folder: (write_run(folder / "run", [0.1], "val-core/math/acc/mean@1"),), "val-core/math/acc/mean@1"),
+    ],
+)
+def test_a_run_without_the_metric_is_refused(tmp_path, make, words):
+    with pytest.raises(UserError, match=words):
+        plot_algorithms.main(plot_algorithms.PlotConfig(runs=make(tmp_path), out=str(tmp_path / "all.png")))
