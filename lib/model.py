@@ -79,9 +79,7 @@ class Critic(nn.Module):
         super().__init__()
         self.config = decoder.config
         self.model = decoder
-        # Values are targets of a regression: whatever the decoder computes in, their head is of float32 at least.
-        dtype = torch.promote_types(decoder.dtype, torch.float32)
-        self.score = nn.Linear(self.config.hidden_size, 1, dtype=dtype)
+        self.score = nn.Linear(self.config.hidden_size, 1, dtype=decoder.dtype)
         self.keeps_gathered = False
         """As the policy's."""
 
@@ -93,6 +91,7 @@ class Critic(nn.Module):
         input_ids and position_ids (1, N) packed; positions (M,).
         """
         hidden = _hidden_states(self.model, input_ids, position_ids, cu_seq_lens, max_len, positions)  # (M, H)
+        # Values are targets of a regression: whatever the layers compute in, the head computes in float32.
         return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)  # (M,)
 
     @property
