@@ -61,8 +61,14 @@ class PPOConfig(TrainConfig):
                 "train_ppo.py; expected gae; start train_grpo.py instead, or leave --advantage out"
             )
 
+        if self.num_steps is not None and self.critic.warmup_steps >= self.num_steps:
+            raise UserError(
+                f"--critic.warmup-steps {self.critic.warmup_steps} leaves the policy no step to learn; found "
+                f"--num-steps {self.num_steps}, expected fewer warm-up steps than that; change one of them"
+            )
+
     def policy_epochs(self, step: int) -> int:
-        """None while only the critic learns."""
+        """Passes of the policy over the responses of this step; 0 while only the critic learns."""
         return 0 if step <= self.critic.warmup_steps else self.update_epochs
 
     @property
