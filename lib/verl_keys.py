@@ -33,7 +33,7 @@ DATA = _under(
         "train_files": ("--data.train-files", "several files after one option, separated by spaces, without brackets"),
         "val_files": ("--data.val-files", "several files after one option, separated by spaces, without brackets"),
         "train_batch_size": ("--prompts-per-step", "the same unit: prompts per step, over all ranks"),
-        "gen_batch_size": ("", "dynamic sampling " + LATER),
+        "gen_batch_size": ("", "not needed: a round asks for as many prompts as are missing"),
         "val_batch_size": ("", "not needed: the engine schedules the whole validation set"),
         "max_prompt_length": ("--data.max-prompt-len", "tokens"),
         "max_response_length": ("--rollout.max-response-len", "tokens"),
