@@ -31,7 +31,7 @@ from lib.metrics import (
     perf_metrics,
     update_metrics,
 )  # fmt: skip
-from lib.optim import build_optimizer, optimizer_step
+from lib.optim import build_optimizer, optimizer_step, set_lr_
 from lib.rollout import RolloutEngine
 from lib.sampling import Collector
 from lib.scoring import Scorer
@@ -115,9 +115,7 @@ def train(cfg: GRPOConfig) -> None:
                 cfg.model, str(model_files.folder), cfg.fsdp, world, max_tokens_per_gpu=cfg.max_tokens_per_gpu,
                 with_reference=cfg.needs_reference,
             )  # fmt: skip
-            optimizer, scheduler = build_optimizer(
-                policy, cfg.optim, num_steps=num_steps, on_host=cfg.fsdp.optimizer_offload
-            )
+            optimizer = build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload)
             reference = None
             if cfg.needs_reference:
                 reference = load_policy(cfg.model, str(model_files.folder), cfg.fsdp, world, trainable=False)
@@ -156,7 +154,7 @@ def train(cfg: GRPOConfig) -> None:
                 metrics.add_max("perf/memory_after_sleep_gb", engine.device_used_gib())
                 batch = make_batch(collected.rollouts, world, mini_batch_size=collected.mini_batch_size)
                 data_metrics(batch, metrics, max_prompt_len=cfg.data.max_prompt_len)
-                num_updates = collected.num_mini_batches * cfg.update_epochs
+                num_updates = collected.num_mini_batches * cfg.policy_epochs(step)
 
                 # ---- Log-probs of the sampled tokens, under the policy before the update and under the reference ----
                 onload(cfg.fsdp, policy, world)
@@ -186,9 +184,10 @@ def train(cfg: GRPOConfig) -> None:
 
                 # ---- Policy update: micro-batches only split a mini-batch to fit memory ----
                 with metrics.time("update_actor"):
+                    metrics.set("actor/lr", set_lr_(optimizer, cfg.optim, step=step, num_steps=num_steps))
                     mismatch, differences, num_skipped = Metrics(world), {}, 0
                     for update, mini_batch in enumerate(
-                        iter_mini_batches(batch, world, update_epochs=cfg.update_epochs)
+                        iter_mini_batches(batch, world, update_epochs=cfg.policy_epochs(step))
                     ):
                         mini_batch = policy_loss.prepare(mini_batch, world)
                         denominator = loss_denominator(
@@ -230,13 +229,11 @@ def train(cfg: GRPOConfig) -> None:
                     metrics.set("actor/skipped_updates", num_skipped)
                     if cfg.kl_loss_coef > 0:
                         metrics.set("actor/kl_coef", cfg.kl_loss_coef)
-                    metrics.set("actor/lr", scheduler.get_last_lr()[0])
-                    scheduler.step()
 
             # ---- Evaluate, log, checkpoint ----
             values = metrics.reduce() | differences | balance_stats(batch, world)
             values |= perf_metrics(
-                batch, values, world, model_config=model_files.config, update_epochs=cfg.update_epochs,
+                batch, values, world, model_config=model_files.config, update_epochs=cfg.policy_epochs(step),
                 engine_bytes=engine.pool_bytes,
             )  # fmt: skip
             values |= {"training/global_step": step, "training/epoch": prompts.num_drawn / len(train_set)}

@@ -357,7 +357,7 @@ def _rewards_to_go(rewards: Tensor) -> Tensor:
 
 def _on_tokens(batch: Batch, values: Tensor) -> Tensor:
     """The values as (B, T) float32, 0 outside response_mask."""
-    return torch.where(batch.response_mask, values, 0).float()
+    return torch.where(batch.response_mask, values.float(), 0)
 
 
 def _check_share(flag: str, value: float) -> None:

@@ -11,7 +11,8 @@ from lib.types import Batch
 
 
 def value_loss(values: Tensor, batch: Batch, *, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error to batch.returns (b, t), and vf_clipfrac and vpred, (b, t) and detached.
+    """Half the squared error to batch.returns (b, t), and what is averaged as vf_clipfrac and vpred_mean, (b, t) and
+    detached.
 
     The larger of the error of the new values (b, t) and of those moved at most `clip` away from batch.values, the
     values before the update: so a value gains nothing from going further. 0 and without gradient outside
@@ -21,7 +22,7 @@ def value_loss(values: Tensor, batch: Batch, *, clip: float) -> tuple[Tensor, di
     new, old, returns = (torch.where(batch.response_mask, it, 0) for it in (values, batch.values, batch.returns))
     free = (new - returns).square()
     clipped = (new.clamp(old - clip, old + clip) - returns).square()
-    metrics = {"vf_clipfrac": (clipped > free).float(), "vpred": new.detach()}
+    metrics = {"vf_clipfrac": (clipped > free).float(), "vpred_mean": new.detach()}
     return 0.5 * torch.maximum(free, clipped), metrics
 
 

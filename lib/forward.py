@@ -1,15 +1,20 @@
-"""Padding-free passes over the policy: a micro-batch goes in as one packed row, numbers per response token come out."""
+"""Padding-free passes over policy and critic: a micro-batch goes in as one packed row, numbers per response token come
+out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lib.batching import micro_batch_rows
 from lib.dist import World
-from lib.model import CausalPolicy
+from lib.model import CausalPolicy, Critic
 from lib.ops import Statistic
 from lib.types import Batch
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -25,8 +30,8 @@ class Packed:
     places: tuple[Tensor, Tensor]  # row and column of each chosen token in the (b, t) response matrix
 
 
-def pack(batch: Batch) -> Packed:
-    """The batch's sequences end to end, and where its response tokens are predicted.
+def pack(batch: Batch, device: torch.device = CPU) -> Packed:
+    """The batch's sequences end to end, and where its response tokens are predicted; from the CPU to `device`.
 
     A prompt [5, 6] with response [7, 8] and a prompt [9] with response [4] give
         input_ids    [5, 6, 7, 8, 9, 4]      position_ids [0, 1, 2, 3, 0, 1]      cu_seq_lens [0, 4, 6]
@@ -39,14 +44,15 @@ def pack(batch: Batch) -> Packed:
     borders = torch.nn.functional.pad(lens.cumsum(0), (1, 0))  # (b + 1,)
     rows, steps = batch.response_mask.nonzero(as_tuple=True)  # (M,), (M,)
     targets = batch.prompt_lens[rows] + steps  # (M,) column of each chosen token in input_ids
+    move = partial(Tensor.to, device=device, non_blocking=True)
     return Packed(
-        input_ids=batch.input_ids[real].unsqueeze(0),
-        position_ids=columns.expand_as(real)[real].unsqueeze(0),
-        cu_seq_lens=borders.to(torch.int32),
+        input_ids=move(batch.input_ids[real].unsqueeze(0)),
+        position_ids=move(columns.expand_as(real)[real].unsqueeze(0)),
+        cu_seq_lens=move(borders.to(torch.int32)),
         max_len=int(lens.max()),
-        positions=borders[rows] + targets - 1,
-        labels=batch.input_ids[rows, targets],
-        places=(rows, steps),
+        positions=move(borders[rows] + targets - 1),
+        labels=move(batch.input_ids[rows, targets]),
+        places=(move(rows), move(steps)),
     )
 
 
@@ -57,24 +63,31 @@ def forward_policy(
 
     The batch is on the CPU; the results are on the policy's device. Executed by all ranks together (FSDP gathers).
     """
-    device = next(policy.parameters()).device
-    packed = pack(micro_batch)
-    rows, steps = (place.to(device, non_blocking=True) for place in packed.places)
+    packed = pack(micro_batch, next(policy.parameters()).device)
     log_probs, entropy = policy(
-        packed.input_ids.to(device, non_blocking=True),
-        packed.position_ids.to(device, non_blocking=True),
-        packed.cu_seq_lens.to(device, non_blocking=True),
+        packed.input_ids,
+        packed.position_ids,
+        packed.cu_seq_lens,
         packed.max_len,
-        packed.positions.to(device, non_blocking=True),
-        packed.labels.to(device, non_blocking=True),
+        packed.positions,
+        packed.labels,
         temperature,
         statistic,
     )
-    blank = torch.zeros(micro_batch.response_mask.shape, dtype=log_probs.dtype, device=device)  # (b, t)
-    return blank.index_put((rows, steps), log_probs), blank.index_put((rows, steps), entropy)
+    return _unpack(log_probs, packed, micro_batch), _unpack(entropy, packed, micro_batch)
 
 
-@torch.no_grad()
+def forward_critic(critic: Critic, micro_batch: Batch) -> Tensor:
+    """Value of the state before each response token, (b, t) float32, 0 outside the mask.
+
+    The first token's state is the prompt. The batch is on the CPU; the result is on the critic's device. Executed by
+    all ranks together (FSDP gathers).
+    """
+    packed = pack(micro_batch, next(critic.parameters()).device)
+    values = critic(packed.input_ids, packed.position_ids, packed.cu_seq_lens, packed.max_len, packed.positions)
+    return _unpack(values, packed, micro_batch)
+
+
 def compute_log_probs(
     policy: CausalPolicy, batch: Batch, *, max_tokens_per_gpu: int, temperature: float, world: World,
     statistic: Statistic = "none",
@@ -83,11 +96,9 @@ def compute_log_probs(
 
     Both (B, T) float32 on the CPU, 0 outside the mask.
     """
-    results = torch.zeros(2, *batch.response_mask.shape, dtype=torch.float32)  # (2, B, T)
-    for rows, micro_batch in micro_batch_rows(batch, max_tokens_per_gpu, world):
-        pair = torch.stack(forward_policy(policy, micro_batch, temperature=temperature, statistic=statistic))
-        if len(rows):
-            results[:, rows, : pair.shape[2]] = pair.cpu()
+    forward = partial(forward_policy, policy, temperature=temperature, statistic=statistic)
+    results = torch.zeros(2, *batch.response_mask.shape)  # (2, B, T)
+    _fill_(results, forward, batch, max_tokens_per_gpu, world)
     return results[0], results[1]
 
 
@@ -106,3 +117,28 @@ def with_old_log_probs(
     if batch.rollout_log_probs is not None:
         log_probs = torch.where(batch.stale & batch.response_mask, batch.rollout_log_probs, log_probs)
     return batch.with_(old_log_probs=log_probs, sum_pi_squared=squares if with_sum_pi_squared else None)
+
+
+def compute_values(critic: Critic, batch: Batch, *, max_tokens_per_gpu: int, world: World) -> Tensor:
+    """Values of the states before all response tokens, by the critic as it is: (B, T) float32 on the CPU, 0 outside the
+    mask."""
+    result = torch.zeros(1, *batch.response_mask.shape)  # (1, B, T)
+    _fill_(result, lambda micro_batch: (forward_critic(critic, micro_batch),), batch, max_tokens_per_gpu, world)
+    return result[0]
+
+
+@torch.no_grad()
+def _fill_(
+    results: Tensor, forward: Callable[[Batch], tuple[Tensor, ...]], batch: Batch, max_tokens_per_gpu: int, world: World
+) -> None:
+    """Writes the (b, t) tensors that `forward` makes of each micro-batch over results (k, B, T)."""
+    for rows, micro_batch in micro_batch_rows(batch, max_tokens_per_gpu, world):
+        for result, numbers in zip(results, forward(micro_batch), strict=True):
+            if len(rows):
+                result[rows, : numbers.shape[1]] = numbers.cpu()
+
+
+def _unpack(numbers: Tensor, packed: Packed, batch: Batch) -> Tensor:
+    """The numbers (M,) of the chosen tokens at their places in the response matrix, 0 elsewhere: (b, t)."""
+    blank = torch.zeros(batch.response_mask.shape, dtype=numbers.dtype, device=numbers.device)  # (b, t)
+    return blank.index_put(packed.places, numbers)

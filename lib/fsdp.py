@@ -10,15 +10,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lib.dist import World
-from lib.model import CausalPolicy, ModelConfig, build_policy, load_weights_
+from lib.model import CausalPolicy, Critic, ModelConfig, build_critic, build_policy, load_weights_
 
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPConfig:
-    """How the policy is sharded and offloaded."""
+    """How a model is sharded and offloaded."""
 
     param_offload: bool = False
-    """Keep the policy's shards on the host while the engine samples."""
+    """Keep the weights' shards on the host while the engine samples."""
     optimizer_offload: bool = False
     """Keep the optimizer's moments on the host for good; a step streams them through the GPU."""
     reshard_after_forward: bool | None = None
@@ -29,52 +29,78 @@ class FSDPConfig:
 
 def load_policy(
     cfg: ModelConfig, folder: str, fsdp: FSDPConfig, world: World, *, trainable: bool = True,
-    max_tokens_per_gpu: int = 0, with_reference: bool = False,
+    max_tokens_per_gpu: int = 0, with_reference: bool = False, reserved_bytes: int = 0,
 ) -> CausalPolicy:  # fmt: skip
     """The sharded policy with its weights, on this rank's device. Executed by all ranks together.
 
     A trainable policy has float32 master weights; a frozen one (the reference) only ever computes, so it holds its
     weights in the compute precision. `max_tokens_per_gpu` is the largest micro-batch, `with_reference` says that a
-    frozen copy will follow: both bear on whether activations fit.
+    frozen copy will follow, `reserved_bytes` what else will be on the GPU during an update and is not yet there
+    (`held_bytes` of a critic): all bear on whether activations fit.
     """
     dtype = cfg.compute_dtype(world)
     policy = build_policy(folder, param_dtype=torch.float32 if trainable else dtype)
+    if with_reference:
+        reserved_bytes += sum(p.numel() for p in policy.parameters()) * dtype.itemsize // world.size
     policy.requires_grad_(trainable)
-    shard_(policy, fsdp, world, dtype=dtype)
+    _load_(policy, cfg, folder, fsdp, world, max_tokens_per_gpu=max_tokens_per_gpu, reserved_bytes=reserved_bytes)
+    return policy.train(trainable)
+
+
+def load_critic(
+    cfg: ModelConfig, folder: str, fsdp: FSDPConfig, world: World, *, max_tokens_per_gpu: int = 0,
+    reserved_bytes: int = 0,
+) -> Critic:  # fmt: skip
+    """The sharded critic with its weights, float32, on this rank's device. Executed by all ranks together.
+
+    The folder has a model for token classification with one label, or a causal language model: then its head is zero,
+    and so are all values until the first update. `max_tokens_per_gpu` and `reserved_bytes` as for the policy.
+    """
+    critic = build_critic(folder, param_dtype=torch.float32)
+    _load_(critic, cfg, folder, fsdp, world, max_tokens_per_gpu=max_tokens_per_gpu, reserved_bytes=reserved_bytes)
+    return critic.train()
+
+
+def _load_(
+    model: CausalPolicy | Critic, cfg: ModelConfig, folder: str, fsdp: FSDPConfig, world: World, *,
+    max_tokens_per_gpu: int, reserved_bytes: int,
+) -> None:  # fmt: skip
+    """Shards a model of the meta device, decides whether its backward pass recomputes, and fills it."""
+    dtype = cfg.compute_dtype(world)
+    shard_(model, fsdp, world, dtype=dtype)
     recompute = cfg.gradient_checkpointing
     if recompute is None and world.device.type == "cuda":
         free = torch.cuda.mem_get_info(world.device)[0]
         needed = update_bytes(
-            policy, world, dtype=dtype, max_tokens_per_gpu=max_tokens_per_gpu, moments_on_gpu=not fsdp.optimizer_offload
+            model, world, dtype=dtype, max_tokens_per_gpu=max_tokens_per_gpu, moments_on_gpu=not fsdp.optimizer_offload
         )
-        if with_reference:
-            needed += sum(p.numel() for p in policy.parameters()) * dtype.itemsize // world.size
-        recompute = not world.all_agree(needed <= 0.95 * free)
-    if recompute and trainable:
-        policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy.to_empty(device=world.device)
-    load_weights_(policy, folder, world)
-    return policy.train(trainable)
+        recompute = not world.all_agree(needed + reserved_bytes <= 0.95 * free)
+    if recompute and next(model.parameters()).requires_grad:
+        model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.to_empty(device=world.device)
+    load_weights_(model, folder, world)
 
 
-def shard_(policy: CausalPolicy, fsdp: FSDPConfig, world: World, *, dtype: torch.dtype) -> None:
+def shard_(model: CausalPolicy | Critic, fsdp: FSDPConfig, world: World, *, dtype: torch.dtype) -> None:
     """Shards every decoder layer and the rest over all ranks. Gradients are summed over ranks, never averaged."""
     mesh = init_device_mesh(world.device.type, (world.size,))
     precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
     drop = fsdp.reshard_after_forward
     if drop is None:
-        gathered = sum(p.numel() for p in policy.parameters()) * (dtype.itemsize + 4)  # weights, float32 gradients
+        gathered = sum(p.numel() for p in model.parameters()) * (dtype.itemsize + 4)  # weights, float32 gradients
         large = world.device.type == "cuda" and gathered > torch.cuda.mem_get_info(world.device)[1] / 4
         drop = not world.all_agree(not large)  # collectives depend on it: GPUs may differ
-    for layer in policy.layers:
+    for layer in model.layers:
         # One graph serves all layers and any packed length. Attention in float32 loops over the sequences, so it would
         # need a graph for every number of them.
         if world.device.type == "cuda" and dtype is not torch.float32:
             layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=drop)
-    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    policy.keeps_gathered = not drop
-    for module in policy.modules():
+    if isinstance(model, Critic):  # on its own, so that it computes in its own precision
+        fully_shard(model.score, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    model.keeps_gathered = not drop
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             # FSDP averages by default. The loss has a global denominator already, so gradients must be summed; gloo
             # can only sum if told that the factor 1 is meant as a plain sum.
@@ -83,58 +109,69 @@ def shard_(policy: CausalPolicy, fsdp: FSDPConfig, world: World, *, dtype: torch
 
 
 def update_bytes(
-    policy: CausalPolicy, world: World, *, dtype: torch.dtype, max_tokens_per_gpu: int, moments_on_gpu: bool = True
-) -> int:
+    model: CausalPolicy | Critic, world: World, *, dtype: torch.dtype, max_tokens_per_gpu: int,
+    moments_on_gpu: bool = True,
+) -> int:  # fmt: skip
     """About the memory that a rank's update takes without recomputation, in bytes; meant to err upwards.
 
     Shards of float32 weights, gradients and (unless on the host) two moments; gathered weights and float32 gradients
     of everything or of two layers; per token what the compiled layers keep for the backward pass (inputs of the norms,
-    of the products and of attention) and the head's logits. What Qwen3 of 0.6 to 4 B took on one H200 is 87 to 90 % of
-    it (EXPERIMENTS.md).
+    of the products and of attention) and a policy's logits. What policies of 0.6 to 4 B (Qwen3) took on one H200 is
+    87 to 90 % of it (EXPERIMENTS.md).
     """
-    config, num_layers = policy.config, len(policy.layers)
+    config, num_layers = model.config, len(model.layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    parameters = sum(p.numel() for p in policy.parameters())
-    in_layers = sum(p.numel() for p in policy.layers.parameters())
-    gathered = parameters if policy.keeps_gathered else parameters - in_layers + 2 * in_layers // num_layers
+    parameters = sum(p.numel() for p in model.parameters())
+    in_layers = sum(p.numel() for p in model.layers.parameters())
+    gathered = parameters if model.keeps_gathered else parameters - in_layers + 2 * in_layers // num_layers
     layer = 4 * config.hidden_size + 3 * config.intermediate_size
     layer += (3 * config.num_attention_heads + 4 * config.num_key_value_heads) * head_dim
-    per_token = (num_layers * layer + config.vocab_size) * dtype.itemsize
+    logits = config.vocab_size if isinstance(model, CausalPolicy) else 0
+    per_token = (num_layers * layer + logits) * dtype.itemsize
     of_shards = (16 if moments_on_gpu else 8) * parameters // world.size
     return of_shards + gathered * (dtype.itemsize + 4) + per_token * max_tokens_per_gpu
 
 
-def begin_micro_batch(policy: CausalPolicy, *, last: bool) -> None:
+def held_bytes(num_parameters: int, fsdp: FSDPConfig, world: World, *, loaded: bool) -> int:
+    """What a trainable model will have on a rank's GPU while another one is updated, and does not have there yet.
+
+    Shards of float32 weights unless it is `loaded`, and of two moments unless they are on the host; in bytes.
+    """
+    each = (0 if loaded else 4) + (0 if fsdp.optimizer_offload else 8)
+    return each * num_parameters // world.size
+
+
+def begin_micro_batch(model: CausalPolicy | Critic, *, last: bool) -> None:
     """Says before a micro-batch's forward whether it is the last of its optimizer step.
 
-    Unless the policy reshards after every pass, weights stay gathered and gradients are added up locally, in float32,
+    Unless the model reshards after every pass, weights stay gathered and gradients are added up locally, in float32,
     until the last one sums them over ranks: one gather and one scatter per optimizer step.
     """
-    if policy.keeps_gathered:
-        policy.set_requires_gradient_sync(last)
-        policy.set_reshard_after_backward(last)
-        policy.set_is_last_backward(last)
+    if model.keeps_gathered:
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        model.set_is_last_backward(last)
 
 
-def reshard(policy: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Drops gathered weights. Whoever writes the shards calls this first: a gathered copy would be stale."""
-    for module in policy.modules():
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-def offload(fsdp: FSDPConfig, policy: CausalPolicy) -> None:
-    """Moves the policy to the host if the config wants it there while the engine samples; returns cached memory."""
-    reshard(policy)
+def offload(fsdp: FSDPConfig, model: CausalPolicy | Critic) -> None:
+    """Moves the model to the host if the config wants it there while the engine samples; returns cached memory."""
+    reshard(model)
     if fsdp.param_offload:
-        policy.to("cpu")
+        model.to("cpu")
     torch.cuda.empty_cache()  # a no-op without a GPU
 
 
-def onload(fsdp: FSDPConfig, policy: CausalPolicy, world: World) -> None:
+def onload(fsdp: FSDPConfig, model: CausalPolicy | Critic, world: World) -> None:
     """Moves back to the rank's device what `offload` took away."""
     if fsdp.param_offload:
-        policy.to(world.device)
+        model.to(world.device)
 
 
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -165,7 +202,7 @@ def iter_gathered(policy: CausalPolicy) -> Iterator[dict[str, Tensor]]:
         handle = following
 
 
-def iter_full_tensors(policy: CausalPolicy, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def iter_full_tensors(model: CausalPolicy | Critic, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Every parameter by its Hugging Face name, gathered one at a time. A collective: all ranks iterate to the end."""
-    for name, parameter in policy.named_parameters():
+    for name, parameter in model.named_parameters():
         yield name, full_tensor(parameter, dtype)

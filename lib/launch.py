@@ -6,11 +6,12 @@ What the scripts do first, in this order: `check_input`, `try_reward`, `load_pro
 from typing import Any
 
 from lib.config import batch_ladder, config_hash, either, nearest_divisors
+from lib.critic import CriticConfig
 from lib.data import DataFiles, Prompts, check_data_files, load_tokenizer, stop_token_ids, tokenize
 from lib.dist import World
 from lib.errors import UserError
-from lib.model import check_model_config
-from lib.model_files import ModelFiles, check_model_files, expected_shapes
+from lib.model import build_critic, check_model_config
+from lib.model_files import ModelFiles, check_critic_files, check_model_files, critic_shapes, expected_shapes
 from lib.parquet import Rows
 from lib.scoring import check_reward
 from lib.tracking import check_run
@@ -58,6 +59,27 @@ def check_input(cfg: TrainConfig, world: World) -> tuple[DataFiles, ModelFiles]:
     )
     check_run(cfg.run_dir, cfg.tracking, world, overwrite=cfg.overwrite)
     return files, model_files
+
+
+def check_critic(cfg: TrainConfig, critic: CriticConfig, policy: ModelFiles, world: World) -> ModelFiles:
+    """The critic's model files, after the checks of `check_input`, on all ranks together."""
+
+    def check() -> ModelFiles:
+        files = check_critic_files(
+            critic.model.path, policy, max_prompt_len=cfg.data.max_prompt_len,
+            max_response_len=cfg.rollout.max_response_len,
+        )  # fmt: skip
+        longest = cfg.data.max_prompt_len + cfg.rollout.max_response_len
+        if critic.max_tokens_per_gpu is not None and critic.max_tokens_per_gpu < longest:
+            raise UserError(
+                f"--critic.max-tokens-per-gpu {critic.max_tokens_per_gpu} is smaller than one sequence; found "
+                f"--data.max-prompt-len {cfg.data.max_prompt_len} + --rollout.max-response-len "
+                f"{cfg.rollout.max_response_len} = {longest}; expected at least {longest}; raise it, or leave it out"
+            )
+        check_model_config(str(files.folder), critic_shapes(files.config), build=build_critic)
+        return files
+
+    return world.agree(check)
 
 
 def try_reward(cfg: TrainConfig, train: Rows, val: Rows) -> str:

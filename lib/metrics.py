@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lib.critic_loss import explained_variance
 from lib.dist import World
 from lib.shaping import response_rewards
 from lib.types import Batch
@@ -63,8 +64,8 @@ class Metrics:
 
     def add_stats(self, prefix: str, values: Tensor) -> None:
         """Adds a tensor's elements to prefix/mean, prefix/max and prefix/min; it may be empty."""
-        values, count = values.detach().double().flatten(), values.numel()
-        self.add_mean(f"{prefix}/mean", values.sum(), count)
+        values, count = values.detach(), values.numel()
+        self.add_mean(f"{prefix}/mean", values.sum(dtype=torch.float64), count)
         self.add_max(f"{prefix}/max", values.max() if count else math.nan, count)
         self.add_min(f"{prefix}/min", values.min() if count else math.nan, count)
 
@@ -180,11 +181,18 @@ def data_metrics(batch: Batch, metrics: Metrics, *, max_prompt_len: int) -> None
 
 
 def advantage_metrics(batch: Batch, metrics: Metrics) -> None:
-    """Adds critic/rewards, critic/advantages and critic/returns, and how many rows train, after the advantages."""
+    """Adds critic/rewards, critic/advantages, critic/returns, with a critic its values, and how many rows train.
+
+    Executed by all ranks together, after the advantages are known.
+    """
     metrics.add_stats("critic/rewards", response_rewards(batch)[batch.valid])
     metrics.add_stats("critic/advantages", batch.advantages[batch.response_mask])
     metrics.add_stats("critic/returns", batch.returns[batch.response_mask])
     metrics.add_mean("training/excluded_ratio", (~batch.valid).sum(), len(batch))
+    if batch.values is not None:
+        metrics.add_stats("critic/values", batch.values[batch.response_mask])
+        explained = explained_variance(batch.values, batch.returns, batch.response_mask, metrics.world)
+        metrics.set("critic/vf_explained_var", explained)
 
 
 def constant_reward_warning(constant_group_ratios: Sequence[float], *, patience: int = 3) -> str | None:
@@ -205,17 +213,18 @@ def constant_reward_warning(constant_group_ratios: Sequence[float], *, patience:
 
 
 def update_metrics(
-    metrics: Metrics, mask: Tensor, *, terms: Mapping[str, Tensor], stats: Mapping[str, Tensor], num_updates: int
-) -> None:
-    """Adds actor/NAME of a micro-batch: losses summed over micro-batches and ranks, other numbers as token means.
+    metrics: Metrics, mask: Tensor, *, terms: Mapping[str, Tensor], stats: Mapping[str, Tensor], num_updates: int,
+    role: Literal["actor", "critic"] = "actor",
+) -> None:  # fmt: skip
+    """Adds ROLE/NAME of a micro-batch: losses summed over micro-batches and ranks, other numbers as token means.
 
     `terms` are this micro-batch's shares of a mini-batch's losses (scalars), averaged over the step's `num_updates`
     optimizer steps; `stats` are (b, t), averaged over the True places of `mask` (b, t).
     """
     for name, share in terms.items():
-        metrics.add_sum(f"actor/{name}", share.detach() / num_updates)
+        metrics.add_sum(f"{role}/{name}", share.detach() / num_updates)
     for name, values in stats.items():
-        metrics.add_mean(f"actor/{name}", torch.where(mask, values.detach(), 0.0).sum(), mask.sum())
+        metrics.add_mean(f"{role}/{name}", torch.where(mask, values.detach(), 0.0).sum(), mask.sum())
 
 
 # ---- Speed ----

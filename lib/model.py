@@ -1,10 +1,13 @@
-"""The policy: a Hugging Face causal language model whose head gives log-probs and entropies, never logits.
+"""The policy, whose head gives log-probs and entropies, never logits; the critic, whose head gives values.
+
+Both are a decoder of transformers under a head of ours.
 
 Weights are built on the meta device, sharded, and filled by rank 0 reading safetensors and broadcasting, one tensor
 at a time: host memory does not grow with the number of ranks or the size of the model.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -59,22 +62,57 @@ class CausalPolicy(nn.Module):
         input_ids and position_ids (1, N) packed; positions (M,) are where the M labels are predicted (one token
         before each); logits are divided by `temperature`. Inside forward because only here FSDP shows whole weights.
         """
-        hidden = self.model(
-            input_ids=input_ids,
-            position_ids=position_ids,
-            cu_seq_lens_q=cu_seq_lens,
-            cu_seq_lens_k=cu_seq_lens,
-            max_length_q=max_len,
-            max_length_k=max_len,
-            use_cache=False,
-        ).last_hidden_state[0]  # (N, H)
+        hidden = _hidden_states(self.model, input_ids, position_ids, cu_seq_lens, max_len, positions)  # (M, H)
         weight = self.model.embed_tokens.weight if self.tied else self.lm_head.weight  # (V, H)
-        return linear_log_probs(hidden[positions], weight, labels, temperature=temperature, statistic=statistic)
+        return linear_log_probs(hidden, weight, labels, temperature=temperature, statistic=statistic)
 
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers, in order."""
         return self.model.layers
+
+
+class Critic(nn.Module):
+    """Decoder plus value head. Its parameters carry the names of transformers' models for token classification."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.config = decoder.config
+        self.model = decoder
+        self.score = nn.Linear(self.config.hidden_size, 1, dtype=decoder.dtype)
+        self.keeps_gathered = False
+        """As the policy's."""
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor
+    ) -> Tensor:
+        """Value of the state at each position, which has seen the tokens up to there: (M,) float32.
+
+        input_ids and position_ids (1, N) packed; positions (M,).
+        """
+        hidden = _hidden_states(self.model, input_ids, position_ids, cu_seq_lens, max_len, positions)  # (M, H)
+        # Values are targets of a regression: whatever the layers compute in, the head computes in float32.
+        return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)  # (M,)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, in order."""
+        return self.model.layers
+
+
+def _hidden_states(
+    decoder: nn.Module, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor
+) -> Tensor:
+    hidden = decoder(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        cu_seq_lens_q=cu_seq_lens,
+        cu_seq_lens_k=cu_seq_lens,
+        max_length_q=max_len,
+        max_length_k=max_len,
+        use_cache=False,
+    ).last_hidden_state[0]  # (N, H)
+    return hidden[positions]  # (M, H)
 
 
 def build_policy(folder: str, *, param_dtype: torch.dtype) -> CausalPolicy:
@@ -88,19 +126,34 @@ def build_policy(folder: str, *, param_dtype: torch.dtype) -> CausalPolicy:
     return CausalPolicy(causal_lm)
 
 
-def check_model_config(folder: str, shapes: dict[str, tuple[int, ...]]) -> None:
+def build_critic(folder: str, *, param_dtype: torch.dtype) -> Critic:
+    """The critic with parameters of the given precision on the meta device; its config is that of a folder to save."""
+    from transformers import AutoConfig, AutoModel
+
+    register_packed_attention()
+    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    with torch.device("meta"):
+        decoder = AutoModel.from_config(config, attn_implementation=PACKED, dtype=param_dtype)
+        decoder.config.architectures = [type(decoder).__name__.removesuffix("Model") + "ForTokenClassification"]
+        return Critic(decoder)
+
+
+def check_model_config(
+    folder: str, shapes: dict[str, tuple[int, ...]], *, build: Callable[..., nn.Module] = build_policy
+) -> None:
     """Raises UserError unless transformers builds, of this folder's config.json, a model with parameters {name: shape}.
 
-    Finds what only transformers knows: activations, rotary scalings, layer types. Local to the rank.
+    Finds what only transformers knows: activations, rotary scalings, layer types. `build` is build_policy or
+    build_critic. Local to the rank.
     """
     try:
-        policy = build_policy(folder, param_dtype=torch.float32)
+        model = build(folder, param_dtype=torch.float32)
     except Exception as error:  # KeyError, ValueError, dataclass validation: transformers has no class for it
         raise UserError(
             f"transformers cannot build the model; {Path(folder) / 'config.json'}; found "
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; mend that entry, or copy config.json again"
         ) from error
-    found = {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
+    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     if found != shapes:
         different = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
         raise UserError(
@@ -109,19 +162,20 @@ def check_model_config(folder: str, shapes: dict[str, tuple[int, ...]]) -> None:
         )
 
 
-def load_weights_(policy: CausalPolicy, path: str, world: World) -> None:
-    """Fills a sharded policy on its device from the safetensors of `path`; rank 0 reads, all ranks receive.
+def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None:
+    """Fills a sharded model on its device from the safetensors of `path`; rank 0 reads, all ranks receive.
 
+    A critic's head that is not there, as in a causal language model, is zero: all values start at 0, on every run.
     Raises UserError, on all ranks, when a tensor is missing, has another shape, or holds NaN or infinity.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    rotary = policy.model.rotary_emb
+    rotary = model.model.rotary_emb
     with world.device:
-        policy.model.rotary_emb = type(rotary)(config=policy.config)  # the only buffers; they are not on disk
-    assert not any(buffer.is_meta for buffer in policy.buffers()), "a buffer was left without values"
+        model.model.rotary_emb = type(rotary)(config=model.config)  # the only buffers; they are not on disk
+    assert not any(buffer.is_meta for buffer in model.buffers()), "a buffer was left without values"
     reader = SafetensorsFolder(path) if world.rank == 0 else None
-    for name, parameter in policy.named_parameters():
+    for name, parameter in model.named_parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
         problem = world.agree(lambda name=name, full=full: reader.read_into_(full, name) if reader else None)
         assert problem is None
@@ -150,7 +204,10 @@ class SafetensorsFolder:
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 (not a dict)
 
     def read_into_(self, out: Tensor, name: str) -> None:
-        """Copies a tensor over `out`, cast to its dtype."""
+        """Copies a tensor over `out`, cast to its dtype; zeros where a value head (score.*) is not there."""
+        if name not in self._where and name.startswith("score."):
+            out.zero_()
+            return
         if name not in self._where:
             raise UserError(
                 f"the model's weights lack {name}; {self._path}; found {len(self._where)} tensors without it; "

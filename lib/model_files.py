@@ -21,6 +21,10 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
 }
 """What can be trained: architecture -> its model_type, by which transformers chooses the code."""
+CRITIC_ARCHITECTURES = ARCHITECTURES | {
+    name.replace("ForCausalLM", "ForTokenClassification"): kind for name, kind in ARCHITECTURES.items()
+}
+"""What a critic can start from: one of these decoders, or a saved critic."""
 MAX_SIZE = 2**31  # beyond it a number in config.json is a mistake
 MAX_LAYERS = 10_000  # and above all too many to list
 SIZES = (
@@ -52,31 +56,80 @@ def check_model_files(
 
     A hub id (`Qwen/Qwen3-0.6B`) is looked up in the local cache or downloaded, then checked like a folder.
     """
-    folder = _find_folder(path)
-    config = _read_config(folder)
-    _check_architecture(config, folder)
+    folder = _find_folder(path, "--model.path")
+    config = _read_config(folder, "--model.path")
+    _check_architecture(config, folder, ARCHITECTURES)
     _check_length(config, folder, max_prompt_len, max_response_len)
     _check_tensor_parallel(config, folder, tensor_parallel_size)
     check_weights(folder, expected_shapes(config))
     _check_vocabulary(folder, config["vocab_size"])
     _check_tokenizer_config(folder)
     _check_chat_template(folder)
-    return ModelFiles(folder=folder, config=config, num_parameters=count_parameters(config))
+    return ModelFiles(folder=folder, config=config, num_parameters=_count(expected_shapes(config)))
 
 
-def count_parameters(config: dict[str, Any]) -> int:
-    """Number of parameters of a model with this config.json; tied embeddings count once."""
-    return sum(math.prod(shape) for shape in expected_shapes(config).values())
+def check_critic_files(path: str, policy: ModelFiles, *, max_prompt_len: int, max_response_len: int) -> ModelFiles:
+    """The folder that the critic starts from, the policy's own where `path` is empty.
+
+    A causal language model, or one for token classification with a single label, as a saved critic is. It needs no
+    tokenizer: the ids are the policy's. Raises UserError, with a remedy, for a folder that could not be trained or
+    whose vocabulary is not the policy's.
+    """
+    if not path.strip():
+        return ModelFiles(
+            folder=policy.folder, config=policy.config, num_parameters=_count(critic_shapes(policy.config))
+        )
+    folder = _find_folder(path, "--critic.model.path")
+    config = _read_config(folder, "--critic.model.path")
+    _check_architecture(config, folder, CRITIC_ARCHITECTURES)
+    _check_length(config, folder, max_prompt_len, max_response_len)
+    if config["vocab_size"] != policy.config["vocab_size"]:
+        raise UserError(
+            f"the critic reads other token ids than the policy writes; --critic.model.path {path}; found "
+            f"vocab_size={config['vocab_size']}, expected the policy's {policy.config['vocab_size']}; use a critic "
+            "with the policy's tokenizer, or leave --critic.model.path out"
+        )
+    labels = config.get("id2label")  # transformers leaves its default, 2 labels, out
+    num_labels = len(labels) if isinstance(labels, dict) else 2
+    if _has_value_head(config) and num_labels != 1:
+        raise UserError(
+            f"the critic's head gives several numbers a token; {folder / 'config.json'}; found {num_labels} labels, "
+            "expected 1 (num_labels=1); use a value model, or the causal language model: its head then starts at 0"
+        )
+    check_weights(folder, expected_shapes(config))
+    return ModelFiles(folder=folder, config=config, num_parameters=_count(critic_shapes(config)))
+
+
+def _count(shapes: dict[str, Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _has_value_head(config: dict[str, Any]) -> bool:
+    return config["architectures"][0].endswith("ForTokenClassification")
 
 
 def expected_shapes(config: dict[str, Any]) -> dict[str, Shape]:
     """{name: shape} of every tensor in the weights of a supported architecture, from its config.json."""
-    kind = config["architectures"][0]
+    shapes = _decoder_shapes(config)
+    if _has_value_head(config):
+        shapes["score.weight"] = (1, config["hidden_size"])  # the bias may be left out
+    elif not config.get("tie_word_embeddings", False):
+        shapes["lm_head.weight"] = (config["vocab_size"], config["hidden_size"])
+    return shapes
+
+
+def critic_shapes(config: dict[str, Any]) -> dict[str, Shape]:
+    """{name: shape} of every parameter of the critic that is built by this config.json."""
+    return _decoder_shapes(config) | {"score.weight": (1, config["hidden_size"]), "score.bias": (1,)}
+
+
+def _decoder_shapes(config: dict[str, Any]) -> dict[str, Shape]:
+    kind = config["model_type"]
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     kv_heads, head_dim = num_kv_heads(config), config.get("head_dim") or _default_head_dim(config)
-    output_bias = kind in ("Qwen3ForCausalLM", "LlamaForCausalLM") and config.get("attention_bias", False)
-    attention_bias = output_bias or kind == "Qwen2ForCausalLM"
-    mlp_bias = kind == "LlamaForCausalLM" and config.get("mlp_bias", False)
+    output_bias = kind in ("qwen3", "llama") and config.get("attention_bias", False)
+    attention_bias = output_bias or kind == "qwen2"
+    mlp_bias = kind == "llama" and config.get("mlp_bias", False)
     linears = {  # (out, in), has a bias
         "self_attn.q_proj": ((heads * head_dim, hidden), attention_bias),
         "self_attn.k_proj": ((kv_heads * head_dim, hidden), attention_bias),
@@ -87,7 +140,7 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, Shape]:
         "mlp.down_proj": ((hidden, inner), mlp_bias),
     }
     layer: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    if kind == "Qwen3ForCausalLM":
+    if kind == "qwen3":
         layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
     for name, (shape, has_bias) in linears.items():
         layer[f"{name}.weight"] = shape
@@ -99,8 +152,6 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, Shape]:
     }
     for i in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    if not config.get("tie_word_embeddings", False):
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     return shapes
 
 
@@ -110,37 +161,32 @@ def num_kv_heads(config: dict[str, Any]) -> int:
 
 
 def _default_head_dim(config: dict[str, Any]) -> int:
-    is_qwen3 = config["architectures"][0] == "Qwen3ForCausalLM"
-    return 128 if is_qwen3 else config["hidden_size"] // config["num_attention_heads"]
+    return 128 if config["model_type"] == "qwen3" else config["hidden_size"] // config["num_attention_heads"]
 
 
 # ---- The folder ----
 
 
-def _find_folder(path: str) -> Path:
+def _find_folder(path: str, option: str) -> Path:
     if not path.strip():
-        raise UserError(
-            "no model is given; --model.path; found nothing, expected a folder or a hub id; add --model.path DIR"
-        )
+        raise UserError(f"no model is given; {option}; found nothing, expected a folder or a hub id; add {option} DIR")
     try:
         folder = Path(path).expanduser().absolute()
         is_folder, exists = folder.is_dir(), folder.exists()
     except (OSError, RuntimeError) as error:  # too long, not allowed to look, no such home
-        raise UserError(f"--model.path cannot be opened; {path}; found {error}; give another path") from error
+        raise UserError(f"{option} cannot be opened; {path}; found {error}; give another path") from error
     if is_folder:
         if not os.access(folder, os.R_OK | os.X_OK):
-            raise UserError(f"--model.path may not be read; {folder}; found no permission; change it, or the folder")
+            raise UserError(f"{option} may not be read; {folder}; found no permission; change it, or the folder")
         return folder
     if exists:
         raise UserError(
-            f"--model.path is not a folder; {path}; found a file, expected a folder with config.json, weights and "
+            f"{option} is not a folder; {path}; found a file, expected a folder with config.json, weights and "
             f"tokenizer; use {folder.parent if (folder.parent / 'config.json').exists() else 'the folder of a model'}"
         )
     if re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", path) and not folder.parent.exists():
-        return _download(path)
-    raise UserError(
-        f"no such model folder; --model.path {path}; found nothing, expected a folder{_did_you_mean(folder)}"
-    )
+        return _download(path, option)
+    raise UserError(f"no such model folder; {option} {path}; found nothing, expected a folder{_did_you_mean(folder)}")
 
 
 def _did_you_mean(folder: Path) -> str:
@@ -152,7 +198,7 @@ def _did_you_mean(folder: Path) -> str:
     return f"; did you mean {parent / nearest[0]}" if nearest else "; check the spelling and the working directory"
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, option: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -160,7 +206,7 @@ def _download(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=patterns, etag_timeout=4))
     except (OSError, ValueError) as error:  # no network, no such id, gated, cache not writable
         raise UserError(
-            f"--model.path is no local folder, and the hub does not give it; {hub_id}; found neither, "
+            f"{option} is no local folder, and the hub does not give it; {hub_id}; found neither, "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}; give a local "
             "folder, check the id, or download it where there is a network"
         ) from error
@@ -169,12 +215,12 @@ def _download(hub_id: str) -> Path:
 # ---- config.json ----
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path, option: str) -> dict[str, Any]:
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         base = read_json(adapter).get("base_model_name_or_path", "unknown")
         raise UserError(
-            f"--model.path is an adapter, not a model; {adapter}; found an adapter of {base}, expected a whole model; "
+            f"{option} is an adapter, not a model; {adapter}; found an adapter of {base}, expected a whole model; "
             "give the base model, or merge the adapter into it first"
         )
     file = folder / "config.json"
@@ -193,7 +239,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _check_architecture(config: dict[str, Any], folder: Path) -> None:
+def _check_architecture(config: dict[str, Any], folder: Path, known: dict[str, str]) -> None:
+    """`known` is architecture -> model_type."""
     file = folder / "config.json"
     if "quantization_config" in config:
         raise UserError(
@@ -203,18 +250,17 @@ def _check_architecture(config: dict[str, Any], folder: Path) -> None:
     if "auto_map" in config:
         raise UserError(
             f"the model brings its own code; {file}; found auto_map, expected an architecture of transformers itself; "
-            f"use a model of {', '.join(ARCHITECTURES)}"
+            f"use a model of {', '.join(known)}"
         )
     found = config.get("architectures")
-    if not isinstance(found, list) or len(found) != 1 or found[0] not in ARCHITECTURES:
+    if not isinstance(found, list) or len(found) != 1 or found[0] not in known:
         raise UserError(
-            f"unsupported architecture; {file}; found {found}, expected one of {', '.join(ARCHITECTURES)}; use a model "
-            "of these"
+            f"unsupported architecture; {file}; found {found}, expected one of {', '.join(known)}; use a model of these"
         )
-    if config.get("model_type") != ARCHITECTURES[found[0]]:
+    if config.get("model_type") != known[found[0]]:
         raise UserError(
             f"architecture and model_type differ; {file}; found {found[0]} and {config.get('model_type')!r}, expected "
-            f"{ARCHITECTURES[found[0]]!r}; {DOWNLOAD_AGAIN}"
+            f"{known[found[0]]!r}; {DOWNLOAD_AGAIN}"
         )
     heads = config["num_attention_heads"]
     if heads % num_kv_heads(config):

@@ -4,13 +4,12 @@ import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
-from torch.optim.lr_scheduler import LambdaLR
 
 from lib.errors import UserError
 from lib.fsdp import reshard
@@ -22,6 +21,8 @@ CHUNK = 2**26  # elements whose moments visit the GPU at once: 512 MiB, or one p
 class OptimConfig:
     """AdamW and its schedule."""
 
+    section: ClassVar[str] = "--optim"
+    """Where its options are on the command line, for messages."""
     lr: float = 1e-6
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -51,22 +52,16 @@ class OptimConfig:
         }
         for name, (ok, rule) in rules.items():
             if not ok:
-                flag = "--optim." + name.replace("_", "-")
+                flag = f"{self.section}.{name.replace('_', '-')}"
                 raise UserError(f"{flag} is out of range; found {getattr(self, name)}, expected {rule}; change {flag}")
 
 
-def build_optimizer(
-    policy: nn.Module, cfg: OptimConfig, *, num_steps: int, on_host: bool = False
-) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """AdamW over the trainable parameters, and its schedule, stepped once per training step (as verl does).
-
-    `on_host`: a GPU's moments stay in host memory (`HostAdamW`).
-    """
+def build_optimizer(policy: nn.Module, cfg: OptimConfig, *, on_host: bool = False) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters. `on_host`: a GPU's moments stay in host memory (`HostAdamW`)."""
     reshard(policy)  # the optimizer must hold the shards
     parameters = [p for p in policy.parameters() if p.requires_grad]
     kind = HostAdamW if on_host and parameters[0].device.type == "cuda" else torch.optim.AdamW
-    optimizer = kind(parameters, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True)
-    return optimizer, LambdaLR(optimizer, lambda step: lr_factor(step, cfg, num_steps))
+    return kind(parameters, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True)
 
 
 class HostAdamW(torch.optim.AdamW):
@@ -154,6 +149,17 @@ def _chunks(parameters: list[Tensor]) -> list[list[Tensor]]:
         chunks[-1].append(parameter)
         room -= size
     return chunks
+
+
+def set_lr_(optimizer: torch.optim.Optimizer, cfg: OptimConfig, *, step: int, num_steps: int) -> float:
+    """The learning rate of a training step (1 to num_steps), which the optimizer has from now on.
+
+    A function of the step alone, so there is no state to save.
+    """
+    lr = cfg.lr * lr_factor(step - 1, cfg, num_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
 
 
 def lr_factor(step: int, cfg: OptimConfig, num_steps: int) -> float:

@@ -40,9 +40,11 @@ class OverlongConfig:
 
 
 def shape_rewards(batch: Batch, cfg: OverlongConfig, *, max_response_len: int) -> Batch:
-    """A copy of the batch with token_level_rewards and, if the config says so, without its truncated responses."""
+    """The batch with shaped token_level_rewards, or without its truncated responses, as the config says."""
     if cfg.mask_truncated:
         batch = mask_truncated(batch)
+    if cfg.buffer_len == 0:
+        return batch  # its rewards are the scores
     penalty = overlong_penalty(
         batch.response_lens, max_response_len, buffer_len=cfg.buffer_len, factor=cfg.factor
     )  # (B,)

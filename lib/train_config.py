@@ -137,6 +137,10 @@ class TrainConfig:
                 f"{self.rollout.max_response_len} = {longest}; expected at least {longest}; raise it"
             )
 
+    def policy_epochs(self, step: int) -> int:
+        """Passes of the policy over the responses of this step; 0 while only a critic learns."""
+        return self.update_epochs
+
     @property
     def agg_mode(self) -> LossAggMode:
         """--loss-agg-mode, or the loss's own where that is not given."""

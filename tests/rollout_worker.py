@@ -128,7 +128,7 @@ def main(path, out, tp_size):
     found["log-prob difference"] = float(difference.max())
 
     # Weights one step old, at a learning rate whose changes hide in any log-prob.
-    optimizer, _ = build_optimizer(policy, OptimConfig(lr=1e-6), num_steps=1)
+    optimizer = build_optimizer(policy, OptimConfig(lr=1e-6))
     log_probs.sum().backward()
     optimizer_step(policy, optimizer, clip_grad=1.0)
     names = names_to_check(engine, seed=0, step=1)

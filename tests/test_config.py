@@ -384,8 +384,9 @@ def test_the_migration_page_holds_the_table() -> None:
 def test_every_option_named_for_verl_users_exists() -> None:
     from lib.losses import LOSSES
     from train_grpo import GRPOConfig
+    from train_ppo import PPOConfig
 
-    configs = [GRPOConfig(), *(GRPOConfig(loss=loss()) for loss in LOSSES.values())]
+    configs = [GRPOConfig(), PPOConfig(), *(GRPOConfig(loss=loss()) for loss in LOSSES.values())]
     existing = {name for config in configs for name in option_names(config)}
     text = " ".join(f"{option} {note}" for option, note in VERL_KEYS.values())
     torchruns = {"--nnodes", "--nproc_per_node"}

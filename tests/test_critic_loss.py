@@ -43,9 +43,9 @@ def test_known_answers(value, old, target, loss, clipped, slope):
     values, batch = one_value(value, old, target)
     result, metrics = value_loss(values, batch, clip=0.5)
     result.sum().backward()
-    assert (result.item(), metrics["vf_clipfrac"].item(), metrics["vpred"].item()) == (loss, clipped, value)
+    assert (result.item(), metrics["vf_clipfrac"].item(), metrics["vpred_mean"].item()) == (loss, clipped, value)
     assert values.grad.item() == slope
-    assert not metrics["vpred"].requires_grad and not metrics["vf_clipfrac"].requires_grad
+    assert not metrics["vpred_mean"].requires_grad and not metrics["vf_clipfrac"].requires_grad
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -78,7 +78,7 @@ def test_what_stands_outside_the_mask_reaches_neither_loss_nor_gradient(poison):
     loss.sum().backward()
     assert torch.equal(dirty.grad, values.grad)
     assert not loss[~batch.response_mask].any()
-    assert metrics["vpred"].isfinite().all()
+    assert metrics["vpred_mean"].isfinite().all()
 
 
 @quick

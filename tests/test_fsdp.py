@@ -5,7 +5,7 @@ import torch
 
 from lib.dist import SINGLE, World
 from lib.fsdp import update_bytes
-from lib.model import CausalPolicy
+from lib.model import CausalPolicy, Critic
 
 SHAPES = {"0.6b": (1024, 3072, 28, 16), "1.7b": (2048, 6144, 28, 16), "4b": (2560, 9728, 36, 32)}
 
@@ -43,3 +43,14 @@ def test_ranks_share_the_shards_and_resharding_leaves_two_layers_gathered():
     assert update_bytes(found, four, **tokens) == 4 * parameters + 6 * parameters
     found.keeps_gathered = False
     assert update_bytes(found, four, **tokens) == 4 * parameters + 6 * (parameters - layers + 2 * layers // 28)
+
+
+def test_a_critic_has_no_logits_to_keep():
+    actor = policy("0.6b")
+    with torch.device("meta"):
+        critic = Critic(actor.model)
+    sizes = [
+        update_bytes(it, SINGLE, dtype=torch.bfloat16, max_tokens_per_gpu=n) for it in (actor, critic) for n in (0, 8)
+    ]
+    of_head = 2 * 8 * 151936
+    assert (sizes[1] - sizes[0]) - (sizes[3] - sizes[2]) == of_head

@@ -13,7 +13,7 @@ ORDER = [
     *("selection", "losses", "critic_loss", "batching", "groups"),
     *("weight_files", "model_files", "schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
     *("kl", "correction"),
-    *("attention", "model", "fsdp", "forward", "optim", "console", "tracking", "engine_patches"),
+    *("attention", "model", "fsdp", "forward", "optim", "critic", "console", "tracking", "engine_patches"),
     *("rollout", "weight_sync", "evaluate", "sampling", "train_config", "launch"),
 ]
 """A lib module imports only modules named before it."""

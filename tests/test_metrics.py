@@ -406,10 +406,12 @@ def test_every_metric_is_in_the_documentation(monkeypatch):
     monkeypatch.setattr("lib.metrics.torch.cuda.max_memory_reserved", lambda device: 1)
     world = type(SINGLE)(rank=0, size=1, local_rank=0, device=torch.device("cuda", 0))
     metrics = Metrics(SINGLE)
-    data_metrics(BATCH, metrics, max_prompt_len=5)
-    advantage_metrics(BATCH, metrics)
+    batch = BATCH.with_(values=BATCH.advantages)
+    data_metrics(batch, metrics, max_prompt_len=5)
+    advantage_metrics(batch, metrics)
     mismatch_metrics(BATCH.rollout_log_probs, BATCH, metrics)
-    phases = ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "testing", "step")
+    phases = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor",
+              "update_weights", "testing", "step")  # fmt: skip
     timings = {f"timing_s/{phase}": 1.0 for phase in phases}
     rows = [("SOURCE", 0, {"reward": 1.0, "VARIABLE": 1.0, "pred": "1"})] * 4
     emitted = [

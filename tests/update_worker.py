@@ -63,7 +63,7 @@ def main(path, out, checkpointing=False):
         result[f"gradient/{budget}"] = full_gradients(policy)
         policy.zero_grad()
     optim = OptimConfig(lr=1e-2, clip_grad=0.5)
-    optimizer, scheduler = build_optimizer(policy, optim, num_steps=3)
+    optimizer = build_optimizer(policy, optim)
     result["norms"] = []
     for step in range(3):
         for mini_batch in iter_mini_batches(batch, world, update_epochs=1):
@@ -74,7 +74,6 @@ def main(path, out, checkpointing=False):
         norm, taken = optimizer_step(policy, optimizer, clip_grad=optim.clip_grad)
         same = all(torch.equal(before[name], full) for name, full in iter_full_tensors(policy, torch.float32))
         result["norms"].append((norm, taken, same))
-        scheduler.step()
     result["weights"] = dict(iter_full_tensors(policy, torch.float32))
     if world.rank == 0:
         torch.save(result, out)

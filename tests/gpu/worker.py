@@ -14,11 +14,12 @@ import vllm
 import lib.optim
 import lib.rollout
 from lib.advantages import GroupAdvantage
+from lib.aggregation import aggregate
 from lib.batching import iter_micro_batches, make_batch
+from lib.correction import CORRECTIONS
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.forward import forward_policy
 from lib.fsdp import FSDPConfig, begin_micro_batch, load_policy
-from lib.aggregation import aggregate
 from lib.losses import ClipLoss
 from lib.metrics import Metrics, mismatch_metrics, update_metrics
 from lib.model import ModelConfig
@@ -29,24 +30,24 @@ from tests.rollout_worker import SAMPLES, generate, summary
 from tests.tiny import make_rollouts
 
 
-def backward(policy, batch, *, rows, metrics=None):
+def backward(policy, batch, *, rows, metrics):
     """One micro-batch of the loop in train_grpo.py."""
     begin_micro_batch(policy, last=True)
     log_probs, entropy = forward_policy(policy, batch, temperature=0.9)
-    batch = batch.to(log_probs.device)
+    batch = CORRECTIONS["auto"]().weigh(log_probs, batch.to(log_probs.device), metrics)
     token_loss, stats = ClipLoss()(log_probs, batch)
+    token_loss = ClipLoss().weigh(token_loss, batch)
     terms = {"pg_loss": aggregate(token_loss, batch.response_mask, "token-mean") / rows}
     terms["entropy_loss"] = aggregate(entropy, batch.response_mask, "token-mean") / rows
     loss = terms["pg_loss"] - 0.01 * terms["entropy_loss"]
     loss.backward()
-    if metrics is not None:
-        update_metrics(metrics, batch.response_mask, terms={**terms, "loss": loss}, stats=stats, num_updates=1)
-        mismatch_metrics(log_probs, batch, metrics)
+    update_metrics(metrics, batch.response_mask, terms={**terms, "loss": loss}, stats=stats, num_updates=1)
+    mismatch_metrics(log_probs, batch, metrics)
 
 
 def gradients(policy, batch):
     policy.zero_grad()
-    backward(policy, batch, rows=len(batch))
+    backward(policy, batch, rows=len(batch), metrics=Metrics(SINGLE))
     return {name: p.grad.to_local().double().cpu() for name, p in policy.named_parameters()}
 
 

@@ -1,0 +1,40 @@
+"""The scripts repeat one another word for word where they share a phase."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXTENDED = {"Setup: everything that can be wrong with the input, before a model is loaded",
+            "Setup: the engine on the empty GPU, then the policy"}  # fmt: skip
+"""Phases in which train_ppo.py has lines of its own between the shared ones."""
+
+
+def phases(script):
+    """{banner: lines of its phase} of a script's `train`, with the config's name taken out."""
+    text = (ROOT / script).read_text()
+    body = text[text.index("def train(") :].replace("GRPOConfig", "Config").replace("PPOConfig", "Config")
+    parts = re.split(r"\n *# ---- (.*) ----\n", body)
+    return {name: lines.rstrip().splitlines() for name, lines in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+GRPO, PPO = phases("train_grpo.py"), phases("train_ppo.py")
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_ppo_repeats_every_phase_of_grpo(name):
+    if name in EXTENDED:
+        rest = iter(PPO[name])
+        assert all(line in rest for line in GRPO[name])  # the same lines in the same order
+    else:
+        assert PPO[name] == GRPO[name]
+
+
+def test_ppo_adds_values_and_the_critics_update_in_their_places():
+    order = list(PPO)
+    added = [name for name in order if name not in GRPO]
+    assert [name.split()[0] for name in added] == ["Values", "Critic"]
+    assert order.index(added[0]) < order.index(next(name for name in order if "advantages;" in name))
+    assert order.index(added[1]) + 1 == next(place for place, name in enumerate(order) if name.startswith("Policy"))
+    assert [name for name in order if name in GRPO] == list(GRPO)

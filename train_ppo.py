@@ -1,0 +1,327 @@
+"""Train a language model with PPO (https://arxiv.org/abs/1707.06347): a policy, and a critic that learns its returns.
+
+Like train_grpo.py, which it repeats phase by phase, with three more: values before the advantages, the critic's update
+before the policy's, and a warm-up in which only the critic learns.
+
+    torchrun --nproc_per_node=8 train_ppo.py --model.path DIR --data.train-files a.parquet --data.val-files b.parquet
+    torchrun --nproc_per_node=8 -m recipes.NAME --optim.lr 2e-6            # a recipe: defaults for one experiment
+"""
+
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
+
+from lib.advantages import ADVANTAGES, Advantage
+from lib.aggregation import aggregate, loss_denominator
+from lib.batching import balance_stats, iter_micro_batches, iter_mini_batches, make_batch
+from lib.config import parse_cli, plug_in, reporting_errors, to_json
+from lib.console import StartupTimer
+from lib.critic import CriticConfig
+from lib.critic_loss import value_loss
+from lib.data import PromptStream
+from lib.dist import init_distributed, shutdown_distributed
+from lib.errors import UserError
+from lib.evaluate import evaluate
+from lib.forward import compute_log_probs, compute_values, forward_critic, forward_policy, with_old_log_probs
+from lib.fsdp import begin_micro_batch, held_bytes, load_critic, load_policy, offload, onload
+from lib.kl import KLController, kl_to_reference
+from lib.launch import check_critic, check_input, check_same_prompts, describe, load_prompts, try_reward
+from lib.metrics import (
+    Metrics,
+    advantage_metrics,
+    constant_reward_warning,
+    data_metrics,
+    mismatch_metrics,
+    perf_metrics,
+    update_metrics,
+)  # fmt: skip
+from lib.optim import build_optimizer, optimizer_step, set_lr_
+from lib.rollout import RolloutEngine
+from lib.sampling import Collector
+from lib.scoring import Scorer
+from lib.shaping import shape_rewards
+from lib.tracking import Run
+from lib.train_config import TrainConfig
+from lib.weight_sync import WeightSync, check_log_probs_diff, names_to_check
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(TrainConfig):
+    """Everything that defines a PPO run. A recipe sets these; --section.field overrides them."""
+
+    advantage: Advantage = plug_in(ADVANTAGES, "gae")
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    run_dir: str = "runs/ppo"
+    """Folder of the run: config, metrics, curves, samples, logs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.advantage.needs_critic:
+            raise UserError(
+                f"--advantage {type(self.advantage).__name__} reads no values, so the critic would learn for nothing; "
+                "train_ppo.py; expected gae; start train_grpo.py instead, or leave --advantage out"
+            )
+
+        if self.num_steps is not None and self.critic.warmup_steps >= self.num_steps:
+            raise UserError(
+                f"--critic.warmup-steps {self.critic.warmup_steps} leaves the policy no step to learn; found "
+                f"--num-steps {self.num_steps}, expected fewer warm-up steps than that; change one of them"
+            )
+
+    def policy_epochs(self, step: int) -> int:
+        """Passes of the policy over the responses of this step; 0 while only the critic learns."""
+        return 0 if step <= self.critic.warmup_steps else self.update_epochs
+
+    @property
+    def critic_epochs(self) -> int:
+        """The critic's passes over the responses of a step."""
+        return self.critic.update_epochs or self.update_epochs
+
+    @property
+    def critic_max_tokens_per_gpu(self) -> int:
+        """Most tokens in one pass of the critic on a rank."""
+        return self.critic.max_tokens_per_gpu or self.max_tokens_per_gpu
+
+
+def main(cfg: PPOConfig) -> None:
+    """The whole run; a LockstepError on any rank ends all of them with one line and its exit code."""
+    with reporting_errors(debug=cfg.debug):
+        train(cfg)
+
+
+def train(cfg: PPOConfig) -> None:
+    """Setup, then `num_steps` times: rollout, reward, log-probs, values, advantages, both updates, evaluate and log."""
+    # ---- Setup: everything that can be wrong with the input, before a model is loaded ----
+    startup = StartupTimer()
+    with startup.phase("join the other ranks"):
+        world = init_distributed()
+    with startup.phase("check the input"):
+        files, model_files = check_input(cfg, world)
+        critic_files = check_critic(cfg, cfg.critic, model_files, world)
+    with startup.phase("try the reward function"):
+        if files.train is not None:  # rows of a dataset class are made with the tokenizer
+            reward_note = world.agree(lambda: try_reward(cfg, files.train, files.val))
+    with startup.phase("tokenise the prompts"):
+        tokenizer, stop_ids, train_set, val_set = world.agree(lambda: load_prompts(cfg, files, model_files, world))
+        check_same_prompts(train_set, val_set, world)
+        prompts = PromptStream(train_set, seed=cfg.seed, shuffle=cfg.data.shuffle)
+        val_samples = val_set.all_samples()
+        data_sources = {sample.data_source for sample in (*train_set.all_samples(), *val_samples)}
+        if files.train is None:
+            reward_note = world.agree(lambda: try_reward(cfg, train_set.rows, val_set.rows))
+    num_steps = cfg.num_steps or max(1, len(train_set) * cfg.total_epochs // cfg.prompts_per_step)
+    policy_loss = cfg.policy_loss
+
+    run = Run(cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=num_steps, overwrite=cfg.overwrite)
+    reward_log = run.dir / "logs" / f"rewards_{world.rank}.log"
+    with run, closing(Scorer(cfg.reward, data_sources, log_path=reward_log)) as scorer:
+        run.say(describe(cfg, world, model_files, train_set, val_set, num_steps=num_steps))
+        ends = ", ".join(f"{tokenizer.decode([stop_id])!r} ({stop_id})" for stop_id in stop_ids)
+        notes = (f"responses end at {ends}", reward_note, *files.warnings, *train_set.warnings, *val_set.warnings)
+        for note in dict.fromkeys(notes):  # both splits may give the same warning
+            run.say(note)
+
+        # ---- Setup: the engine on the empty GPU, then the policy ----
+        run.say(f"building the engine and loading the model; what the libraries say goes to {run.dir}/logs/")
+        with startup.phase("build the engine"):
+            engine = RolloutEngine(
+                cfg.rollout,
+                str(model_files.folder),
+                dtype=str(cfg.model.compute_dtype(world)).removeprefix("torch."),
+                max_prompt_len=cfg.data.max_prompt_len,
+                most_responses=max(cfg.prompts_per_step * cfg.rollout.n, len(val_set) * cfg.eval.n),
+                stop_token_ids=stop_ids,
+                world=world,
+                seed=cfg.seed,
+            )
+            engine.sleep()
+        if engine.on_gpu:
+            run.say(f"the engine is built and asleep; {engine.device_used_gib():.1f} GiB of GPU memory in use")
+        with startup.phase("load the policy"):
+            policy = load_policy(
+                cfg.model, str(model_files.folder), cfg.fsdp, world, max_tokens_per_gpu=cfg.max_tokens_per_gpu,
+                with_reference=cfg.needs_reference,
+                reserved_bytes=held_bytes(critic_files.num_parameters, cfg.critic.fsdp, world, loaded=False),
+            )  # fmt: skip
+            optimizer = build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload)
+            reference = None
+            if cfg.needs_reference:
+                reference = load_policy(cfg.model, str(model_files.folder), cfg.fsdp, world, trainable=False)
+                offload(cfg.fsdp, reference)
+        with startup.phase("load the critic"):
+            critic = load_critic(
+                cfg.critic.model, str(critic_files.folder), cfg.critic.fsdp, world,
+                max_tokens_per_gpu=cfg.critic_max_tokens_per_gpu,
+                reserved_bytes=held_bytes(model_files.num_parameters, cfg.fsdp, world, loaded=True),
+            )  # fmt: skip
+            critic_optimizer = build_optimizer(critic, cfg.critic.optim, on_host=cfg.critic.fsdp.optimizer_offload)
+            offload(cfg.critic.fsdp, critic)
+        gathered = "once per optimizer step" if policy.keeps_gathered else "in every pass"
+        activations = "recomputed in" if policy.model.is_gradient_checkpointing else "kept for"
+        run.say(f"the policy is loaded; weights are gathered {gathered}, activations {activations} the backward pass")
+        with startup.phase("sync the weights and compare all"):
+            weight_sync = WeightSync(policy, engine, fsdp=cfg.fsdp)
+            num_compared = weight_sync.wake(names=None, time=nullcontext)
+        run.say(f"the engine holds the policy's weights: all {num_compared} tensors are equal bit for bit")
+        if val_samples and cfg.eval.before_train:
+            with startup.phase("validate before training"):
+                run.log(0, evaluate(engine, val_samples, scorer, tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
+                                    reward=cfg.reward, world=world, run=run, step=0))  # fmt: skip
+        engine.sleep()
+        run.say(startup.table())
+
+        collector = Collector(
+            engine, scorer, prompts, tokenizer, rollout=cfg.rollout, reward=cfg.reward,
+            filter_groups=cfg.filter_groups, prompts_per_step=cfg.prompts_per_step,
+            mini_batch_size=cfg.mini_batch_size, with_greedy=cfg.advantage.needs_greedy, run=run, world=world,
+        )  # fmt: skip
+        kl_controller = KLController(cfg.kl_reward)
+        constant_groups: list[float] = []
+        for step in range(1, num_steps + 1):
+            metrics = Metrics(world)
+            with metrics.time("step"):
+                # ---- Rollout and reward: weights to the engine, it samples, workers score, its memory comes back ----
+                with metrics.time("update_weights"):
+                    names = names_to_check(engine, seed=cfg.seed, step=step)
+                    weight_sync.wake(names=names, time=metrics.time)
+                collected = collector.collect(metrics, label=f"step {step}/{num_steps}")
+                with metrics.time("sleep"):
+                    engine.sleep()
+                metrics.add_max("perf/memory_after_sleep_gb", engine.device_used_gib())
+                batch = make_batch(collected.rollouts, world, mini_batch_size=collected.mini_batch_size)
+                data_metrics(batch, metrics, max_prompt_len=cfg.data.max_prompt_len)
+                num_updates = collected.num_mini_batches * cfg.policy_epochs(step)
+
+                # ---- Log-probs of the sampled tokens, under the policy before the update and under the reference ----
+                onload(cfg.fsdp, policy, world)
+                passes = dict(
+                    max_tokens_per_gpu=cfg.max_tokens_per_gpu, temperature=cfg.rollout.temperature, world=world
+                )
+                # Before a single update the old policy is the current one: the ratio is exactly 1 without a pass.
+                if not cfg.correction.bypass and (num_updates > 1 or collected.any_stale or cfg.needs_old_log_probs):
+                    with metrics.time("old_log_prob"):
+                        batch = with_old_log_probs(
+                            policy, batch, with_sum_pi_squared=cfg.advantage.needs_sum_pi_squared, **passes
+                        )
+                if reference is not None:
+                    with metrics.time("ref"):
+                        onload(cfg.fsdp, reference, world)
+                        batch = batch.with_(ref_log_probs=compute_log_probs(reference, batch, **passes)[0])  # (B, T)
+                        offload(cfg.fsdp, reference)
+
+                # ---- Values of the state before each response token, by the critic before its update ----
+                onload(cfg.critic.fsdp, critic, world)
+                with metrics.time("values"):
+                    batch = batch.with_(
+                        values=compute_values(
+                            critic, batch, max_tokens_per_gpu=cfg.critic_max_tokens_per_gpu, world=world
+                        )
+                    )  # (B, T)
+
+                # ---- What the engine's log-probs correct, rewards per token, advantages; 0 outside response_mask ----
+                with metrics.time("adv"):
+                    batch = cfg.correction.correct(batch, metrics)
+                    batch = shape_rewards(batch, cfg.overlong, max_response_len=cfg.rollout.max_response_len)
+                    batch = kl_controller.penalize(batch, metrics)
+                    advantages, returns = cfg.advantage(batch, world)  # (B, T), (B, T)
+                    batch = batch.with_(advantages=advantages, returns=returns)
+                    advantage_metrics(batch, metrics)
+
+                # ---- Critic update: the same mini-batches, before the policy's ----
+                with metrics.time("update_critic"):
+                    lr = set_lr_(critic_optimizer, cfg.critic.optim, step=step, num_steps=num_steps)
+                    metrics.set("critic/lr", lr)
+                    num_skipped = 0
+                    for mini_batch in iter_mini_batches(batch, world, update_epochs=cfg.critic_epochs):
+                        denominator = loss_denominator(
+                            mini_batch, cfg.agg_mode, world, max_response_len=cfg.rollout.max_response_len
+                        )
+                        micro_batches = list(iter_micro_batches(mini_batch, cfg.critic_max_tokens_per_gpu, world))
+                        for place, micro_batch in enumerate(micro_batches, start=1):
+                            begin_micro_batch(critic, last=place == len(micro_batches))
+                            values = forward_critic(critic, micro_batch)  # (b, t)
+                            micro_batch = micro_batch.to(world.device)
+                            token_loss, stats = value_loss(values, micro_batch, clip=cfg.critic.value_clip)  # (b, t)
+                            loss = aggregate(token_loss, micro_batch.response_mask, cfg.agg_mode) / denominator
+                            loss.backward()
+                            update_metrics(
+                                metrics, micro_batch.response_mask, terms={"vf_loss": loss}, stats=stats,
+                                num_updates=collected.num_mini_batches * cfg.critic_epochs, role="critic",
+                            )  # fmt: skip
+                        grad_norm, taken = optimizer_step(
+                            critic, critic_optimizer, clip_grad=cfg.critic.optim.clip_grad
+                        )
+                        metrics.add_mean("critic/grad_norm", grad_norm, 1)
+                        num_skipped += not taken
+                    metrics.set("critic/skipped_updates", num_skipped)
+                offload(cfg.critic.fsdp, critic)
+
+                # ---- Policy update: micro-batches only split a mini-batch to fit memory ----
+                with metrics.time("update_actor"):
+                    metrics.set("actor/lr", set_lr_(optimizer, cfg.optim, step=step, num_steps=num_steps))
+                    mismatch, differences, num_skipped = Metrics(world), {}, 0
+                    for update, mini_batch in enumerate(
+                        iter_mini_batches(batch, world, update_epochs=cfg.policy_epochs(step))
+                    ):
+                        mini_batch = policy_loss.prepare(mini_batch, world)
+                        denominator = loss_denominator(
+                            mini_batch, cfg.agg_mode, world, max_response_len=cfg.rollout.max_response_len
+                        )
+                        micro_batches = list(iter_micro_batches(mini_batch, cfg.max_tokens_per_gpu, world))
+                        for place, micro_batch in enumerate(micro_batches, start=1):
+                            begin_micro_batch(policy, last=place == len(micro_batches))
+                            log_probs, entropy = forward_policy(
+                                policy, micro_batch, temperature=cfg.rollout.temperature
+                            )  # (b, t), (b, t)
+                            micro_batch = cfg.correction.weigh(log_probs, micro_batch.to(world.device), metrics)
+                            token_loss, stats = policy_loss(log_probs, micro_batch)  # (b, t)
+                            token_loss = policy_loss.weigh(token_loss, micro_batch)
+                            terms = {"pg_loss": token_loss, "entropy_loss": entropy}
+                            if cfg.kl_loss_coef > 0:
+                                terms["kl_loss"] = kl_to_reference(log_probs, micro_batch, kl_type=cfg.kl_loss_type)
+                            for name, term in terms.items():
+                                total = aggregate(term, micro_batch.response_mask, cfg.agg_mode)
+                                terms[name] = total / denominator  # a scalar, this micro-batch's share
+                            loss = terms["pg_loss"]
+                            if cfg.entropy_coef > 0:
+                                loss = loss - cfg.entropy_coef * terms["entropy_loss"]
+                            if cfg.kl_loss_coef > 0:
+                                loss = loss + cfg.kl_loss_coef * terms["kl_loss"]
+                            loss.backward()  # summed over micro-batches and ranks: the denominator is global
+                            update_metrics(
+                                metrics, micro_batch.response_mask, terms={**terms, "loss": loss},
+                                stats={**stats, "entropy": entropy}, num_updates=num_updates,
+                            )  # fmt: skip
+                            if update == 0:
+                                mismatch_metrics(log_probs, micro_batch, mismatch)
+                        if update == 0:  # before anything is learned from responses of another policy
+                            differences = mismatch.reduce()
+                            check_log_probs_diff(differences, limit=cfg.rollout.max_log_probs_diff)
+                        grad_norm, taken = optimizer_step(policy, optimizer, clip_grad=cfg.optim.clip_grad)
+                        metrics.add_mean("actor/grad_norm", grad_norm, 1)
+                        num_skipped += not taken
+                    metrics.set("actor/skipped_updates", num_skipped)
+                    if cfg.kl_loss_coef > 0:
+                        metrics.set("actor/kl_coef", cfg.kl_loss_coef)
+
+            # ---- Evaluate, log, checkpoint ----
+            values = metrics.reduce() | differences | balance_stats(batch, world)
+            values |= perf_metrics(
+                batch, values, world, model_config=model_files.config, update_epochs=cfg.policy_epochs(step),
+                engine_bytes=engine.pool_bytes,
+            )  # fmt: skip
+            values |= {"training/global_step": step, "training/epoch": prompts.num_drawn / len(train_set)}
+            if val_samples and cfg.eval.due(step, num_steps):
+                weight_sync.wake(names=names, time=nullcontext)
+                values |= evaluate(engine, val_samples, scorer, tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
+                                   reward=cfg.reward, world=world, run=run, step=step)  # fmt: skip
+                engine.sleep()
+            run.log(step, values)
+            constant_groups.append(values["reward/constant_group_ratio"])
+            if warning := constant_reward_warning(constant_groups):
+                run.say(f"warning: {warning}")
+        run.finish()
+    shutdown_distributed()
+
+
+if __name__ == "__main__":
+    main(parse_cli(PPOConfig()))
