@@ -31,8 +31,8 @@ def run(words: list[str], env: dict[str, str], recipe: str | None) -> int:
     train_grpo.RolloutEngine = end_accepted
     signal.alarm(LIMIT_S)
     try:
-        config = importlib.import_module(recipe).config if recipe else train_grpo.GRPOConfig()
-        train_grpo.main(train_grpo.parse_cli(config))
+        script = importlib.import_module(recipe or "train_grpo")
+        script.main(script.parse_cli(script.config if recipe else script.GRPOConfig()))
     except SystemExit as exit_:
         return exit_.code
     except BaseException:
