@@ -31,7 +31,7 @@ config = PPOConfig(
     num_steps=60,
     optim=OptimConfig(lr=5e-5, schedule="cosine", weight_decay=0.0),
     eval=EvalConfig(every=10),
-    run_dir="runs/ppo_tiny_arithmetic",
+    run_dir="runs/ppo_tiny",
 )
 
 if __name__ == "__main__":
