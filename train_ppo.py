@@ -317,7 +317,7 @@ def train(cfg: PPOConfig) -> None:
                 engine.sleep()
             run.log(step, values)
             constant_groups.append(values["reward/constant_group_ratio"])
-            if warning := constant_reward_warning(constant_groups):
+            if cfg.advantage.needs_group and (warning := constant_reward_warning(constant_groups)):
                 run.say(f"warning: {warning}")
         run.finish()
     shutdown_distributed()

@@ -247,10 +247,10 @@ def _move(
 
 
 def _greedy_scores(mine: Sequence[_Row], everywhere: Sequence[_Row]) -> Tensor | None:
-    """(B,) the scores of the prompts' greedy responses, 0 where a row has no score; None without greedy responses."""
-    if all(row.greedy_score is None for row in everywhere):
+    """(B,) the scores of the prompts' greedy responses, 0 where a row has no score; None if scored rows lack them."""
+    if any(row.greedy_score is None and row.score is not None for row in everywhere):
+        assert all(row.greedy_score is None for row in everywhere), "a greedy score is missing"
         return None
-    assert all(row.greedy_score is not None or row.score is None for row in everywhere), "a greedy score is missing"
     return torch.tensor([row.greedy_score or 0.0 for row in mine], dtype=torch.float32)
 
 

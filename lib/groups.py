@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Literal, get_args
 
 from lib.errors import UserError
 from lib.types import Rollout
@@ -42,6 +42,14 @@ class GroupFilterConfig:
         _require("high", self.high, self.low <= self.high, f"at least --filter-groups.low, which is {self.low}")
         _require("max_rounds", self.max_rounds, self.max_rounds >= 1, "at least 1")
 
+    def in_words(self, target: int) -> str:
+        """What a step of `target` groups samples, in a line."""
+        bounded = (self.low, self.high) != (-math.inf, math.inf)
+        band = f", their mean from {self.low:g} to {self.high:g}" if bounded else ""
+        surplus = "train in the next step" if self.keep_surplus else "are dropped"
+        rounds = f"rounds of sampling, {self.max_rounds} at most"
+        return f"{rounds}, until {target} groups differ in {self.metric}{band}; groups beyond those {surplus}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepGroups:
@@ -63,12 +71,13 @@ def metric_values(group: Sequence[Rollout], metric: str) -> list[float | None]:
     values: list[float | None] = []
     for rollout in group:
         assert rollout.score is not None, "rollouts are scored before they are judged"
-        score = rollout.score.score
-        value = score if metric == "score" or score is None else rollout.score.extras.get(metric, "nothing")
+        score, extras = rollout.score.score, rollout.score.extras
+        value = score if metric == "score" or score is None else extras.get(metric, "nothing of that name")
         if isinstance(value, str):
+            numbers = ["score", *(name for name, number in extras.items() if not isinstance(number, str))]
             raise UserError(
-                f"the reward function returns no number {metric!r}; --filter-groups.metric; found {value!r}, expected "
-                f"score or one of {', '.join(rollout.score.extras) or 'no other key'}; change one of the two"
+                f"the reward function returns no number {metric!r}; --filter-groups.metric; found {value!r:.80}, "
+                f"expected one of {', '.join(numbers)}; change one of the two"
             )
         values.append(None if value is None or not math.isfinite(value) else float(value))
     return values
@@ -116,12 +125,17 @@ def step_groups(
     return StepGroups(uids=(), surplus=tuple(uids), mini_batch_size=0)
 
 
-def shortage(groups: StepGroups, *, target: int, rounds: int, counts: Mapping[Verdict, int]) -> str | None:
+def shortage(
+    groups: StepGroups, *, target: int, rounds: int, counts: Mapping[Verdict, int], keep_surplus: bool
+) -> str | None:
     """A line about a step with fewer than `target` groups, None for a full one. `counts`: groups by verdict."""
     if len(groups.uids) == target:
         return None
-    dropped = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in counts.items() if why != "kept" and count)
+    why_dropped = [(why, counts[why]) for why in get_args(Verdict) if why != "kept" and counts[why]]
+    dropped = ", ".join(f"{count} {why.replace('_', ' ')}" for why, count in why_dropped)
     outcome = f"it trains on {len(groups.uids)}" if groups.uids else "it is skipped"
+    if groups.surplus:  # they do not fill equal mini-batches
+        outcome += f", {len(groups.surplus)} {'left for the next step' if keep_surplus else 'dropped'}"
     return (
         f"dynamic sampling found {len(groups.uids) + len(groups.surplus)} of {target} groups with a signal in {rounds} "
         f"round(s) (dropped: {dropped or 'none'}): {outcome}; easier or harder prompts, more responses per prompt "

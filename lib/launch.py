@@ -87,7 +87,8 @@ def try_reward(cfg: TrainConfig, train: Rows, val: Rows) -> str:
     data_sources = train.data_sources(cfg.data.train_max_samples) | val.data_sources(cfg.data.val_max_samples)
     trials = {train.where(row): train[row] for row in range(min(2, len(train)))}
     trials |= {f"{val.where(0)} (validation)": val[0]} if len(val) else {}
-    return check_reward(cfg.reward, data_sources, trials)
+    metric = cfg.filter_groups.metric if cfg.filter_groups.enable else "score"
+    return check_reward(cfg.reward, data_sources, trials, metric=metric)
 
 
 def load_prompts(
@@ -130,10 +131,12 @@ def describe(
         num_steps=num_steps,
         num_prompts=len(train_set),
     )
+    filtering = f"\ngroups       {cfg.filter_groups.in_words(cfg.prompts_per_step)}" if cfg.filter_groups.enable else ""
     return (
         f"model        {model_files.folder} ({model_files.num_parameters / 1e6:,.1f} M parameters), "
         f"{cfg.model.compute_dtype(world)} on {world.size} x {world.device.type}\n"
         f"data         {len(train_set)} training prompts{dropped}{shortened}, longest {train_set.longest} tokens; "
         f"{len(val_set)} validation prompts\n{ladder}\n"
         f"correction   {cfg.correction.in_words(log_probs=cfg.rollout.log_probs)}"
+        f"{filtering}"
     )

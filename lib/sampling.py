@@ -14,7 +14,7 @@ from typing import Any
 from lib.data import PromptStream
 from lib.dist import World
 from lib.evaluate import decode
-from lib.groups import GroupFilterConfig, Verdict, goes_on, judge, metric_values, shortage, step_groups
+from lib.groups import GroupFilterConfig, StepGroups, Verdict, goes_on, judge, metric_values, shortage, step_groups
 from lib.metrics import Metrics
 from lib.rollout import RolloutConfig, RolloutEngine, Sampling, training_sampling
 from lib.scoring import RewardConfig, Scorer, check_error_rate, error_counts
@@ -62,7 +62,7 @@ class Collector:
         """
         choose = self._choose_groups if self.filter_groups.enable else self._take_all
         groups, mini_batch_size, num_groups, scored = choose(metrics, label)
-        for name, count in check_error_rate(scored, self.reward, self.world).items():
+        for name, count in self._check_errors(scored).items():
             metrics.set(name, count)
         for text, count in error_counts(scored).items():
             print(f"{label}: the reward of {count} responses failed: {text}")
@@ -91,6 +91,7 @@ class Collector:
             rounds += 1
             found = self.world.agree(lambda groups=groups: [self._judge(group) for group in groups])
             scored += [rollout for group in groups for rollout in group]
+            self._check_errors(scored)  # broken code shows in the first round
             kept = kept + [group for group, verdict in zip(groups, found, strict=True) if verdict == "kept"]
             dropped = [group for group, verdict in zip(groups, found, strict=True) if verdict != "kept"]
             tokens["dropped"] += sum(len(rollout.response_ids) for group in dropped for rollout in group)
@@ -114,7 +115,7 @@ class Collector:
         return chosen_groups, step.mini_batch_size, len(step.uids), scored
 
     def _report(
-        self, metrics: Metrics, label: str, step: Any, rounds: int, verdicts: Counter[Verdict], dropped: int
+        self, metrics: Metrics, label: str, step: StepGroups, rounds: int, verdicts: Counter[Verdict], dropped: int
     ) -> None:
         metrics.set("train/num_gen_batches", rounds)
         for verdict in ("kept", "all_right", "all_wrong", "out_of_band", "failed"):
@@ -122,8 +123,13 @@ class Collector:
         metrics.set("filter_groups/trained", len(step.uids))
         metrics.set("filter_groups/carried", len(step.surplus) if self.filter_groups.keep_surplus else 0)
         metrics.add_sum("filter_groups/wasted_tokens", dropped)
-        if line := shortage(step, target=self.prompts_per_step, rounds=rounds, counts=verdicts):
+        keep = self.filter_groups.keep_surplus
+        if line := shortage(step, target=self.prompts_per_step, rounds=rounds, counts=verdicts, keep_surplus=keep):
             self.run.say(f"{label}: {line}")
+
+    def _check_errors(self, scored: list[Rollout]) -> dict[str, float]:
+        """`check_error_rate` of what this step scored; a share of no less than a full step, however few those are."""
+        return check_error_rate(scored, self.reward, self.world, at_least=self.prompts_per_step * self.rollout.n)
 
     def _judge(self, group: Group) -> Verdict:
         return judge(metric_values(group, self.filter_groups.metric), self.filter_groups)
@@ -167,7 +173,7 @@ def _with_greedy_score(group: Group, greedy: Rollout) -> Group:
     assert group and greedy.score is not None
     if greedy.score.score is not None:
         return [replace(rollout, greedy_score=greedy.score.score) for rollout in group]
-    failed = Score(score=None, error=greedy.score.error and f"of the greedy response: {greedy.score.error}")
+    failed = Score(score=None, error=greedy.score.error and f"{greedy.score.error} (of the greedy response)")
     return [replace(rollout, score=failed) for rollout in group]
 
 

@@ -99,13 +99,15 @@ class RewardConfig:
             )
 
 
-def check_reward(cfg: RewardConfig, data_sources: Set[str], rows: Mapping[str, Mapping[str, Any]]) -> str:
+def check_reward(
+    cfg: RewardConfig, data_sources: Set[str], rows: Mapping[str, Mapping[str, Any]], *, metric: str = "score"
+) -> str:
     """One line for the log: the function, its file and the file's hash, after a trial on at most 3 rows.
 
-    `rows`: where each stands -> the row, in verl's schema (`data_source`, `reward_model`, `extra_info`). Runs in one
-    worker process, before any model is loaded. Raises UserError for a wrong flag or data source (exit 2), RewardError
-    for reward code that does not import, lacks the function, or fails on a row (exit 4). Local to the rank: wrap it in
-    `World.agree`.
+    `rows`: where each stands -> the row, in verl's schema (`data_source`, `reward_model`, `extra_info`). `metric`: what
+    --filter-groups.metric needs of one trial at least. Runs in one worker process, before any model is loaded. Raises
+    UserError for a wrong flag or data source (exit 2), RewardError for reward code that does not import, lacks the
+    function, or fails on a row (exit 4). Local to the rank: wrap it in `World.agree`.
     """
     samples = [
         Sample(
@@ -133,6 +135,14 @@ def check_reward(cfg: RewardConfig, data_sources: Set[str], rows: Mapping[str, M
                 f"{trial.score.error}; expected a finite number, a dict with the key 'score', or None (leave out); "
                 "mend the function: a response can be any text, also none"
             )
+    numbers = {"score"} | {
+        name for trial in trials for name, value in trial.score.extras.items() if not isinstance(value, str)
+    }
+    if metric not in numbers and any(trial.score.score is not None for trial in trials):
+        raise UserError(
+            f"the reward function returns no number {metric!r}; --filter-groups.metric; found none on a trial, "
+            f"expected one of {', '.join(sorted(numbers))}; change one of the two"
+        )
     return "; ".join([f"reward: {_describe_source(cfg, data_sources)}", *(f"warning: {note}" for note in notes)])
 
 
@@ -146,25 +156,28 @@ def _describe_source(cfg: RewardConfig, data_sources: Set[str]) -> str:
 # ---- Failures of a step ----
 
 
-def check_error_rate(rollouts: Sequence[Rollout], cfg: RewardConfig, world: World) -> dict[str, float]:
+def check_error_rate(
+    rollouts: Sequence[Rollout], cfg: RewardConfig, world: World, *, at_least: int = 0
+) -> dict[str, float]:
     """reward/num_{errors,timeouts,declined,excluded} of the step, over all ranks. Executed by all ranks.
 
     errors: exceptions, crashes, wrong values; declined: the function returned None; excluded: all without a score.
-    Raises RewardError on all ranks when errors and timeouts are more than `max_error_rate` of all responses.
+    Raises RewardError on all ranks when errors and timeouts are more than `max_error_rate` of all responses, or of
+    `at_least` where those are more.
     """
     texts = error_counts(rollouts)
     timeouts = sum(count for text, count in texts.items() if text.startswith(TIMED_OUT))
     excluded = sum(rollout.score.score is None for rollout in rollouts)
     local = torch.tensor([len(rollouts), sum(texts.values()) - timeouts, timeouts, excluded])
     num, errors, timeouts, excluded = world.sum(local).tolist()
-    failed = errors + timeouts
-    if failed > cfg.max_error_rate * num:  # the same numbers, hence the same verdict, on every rank
+    failed, size = errors + timeouts, max(num, at_least)
+    if failed > cfg.max_error_rate * size:  # the same numbers, hence the same verdict, on every rank
         everywhere: Counter[str] = Counter()
         for of_rank in world.gather(dict(list(texts.items())[:100])):
             everywhere.update(of_rank)
         [(text, count)] = everywhere.most_common(1)
         raise RewardError(
-            f"scoring failed for {failed} of the step's {num} responses ({failed / num:.1%}); "
+            f"scoring failed for {failed} of the step's {size} responses ({failed / size:.1%}); "
             f"{'the built-in graders' if cfg.path is None else '--reward.path ' + cfg.path}; {count} times: {text}; "
             f"expected at most {cfg.max_error_rate:.1%}; mend the function, or raise --reward.timeout-s or "
             "--reward.max-error-rate"

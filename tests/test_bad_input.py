@@ -262,6 +262,17 @@ CASES = {
     "R9-import": Case(reward("import os\nos._exit(3)\n"), ("exited with code 3", "reward.py"), 4),
     "R9-call": Case(reward(HEAD + "import os; os._exit(3)\n"), ("exited with code 3", "row 0"), 4),
     "R10": Case(reward(HEAD + "while True: pass\n", **{"timeout-s": "0.5"}), ("timed out after 0.5 s",), 4),
+    "R-metric": Case(
+        flags("--filter-groups.enable", "True", "--filter-groups.metric", "accuracy"),
+        ("returns no number 'accuracy'", "--filter-groups.metric", "expected one of score;"),
+    ),
+    "R-metric-text": Case(
+        lambda folder: (
+            reward(HEAD + "return {'score': 1, 'acc': True, 'pred': '7'}\n")(folder)
+            | flags("--filter-groups.enable", "True", "--filter-groups.metric", "pred")(folder)
+        ),
+        ("returns no number 'pred'", "expected one of acc, score;"),
+    ),
     "R-source": Case(flags("--reward.path", None), ("no built-in grader", "'test'", "--reward.path")),
     # launch
     "L3-half": Case(flags(), ("RANK=0, WORLD_SIZE=unset", "torchrun"), env={"RANK": "0"}),
@@ -284,6 +295,14 @@ CASES = {
         },
     ),
     # accepted
+    "R-metric-sometimes": Case(
+        lambda folder: (
+            reward(HEAD + "return {'score': 1, 'acc': True} if solution_str else 0\n")(folder)
+            | flags("--filter-groups.enable", "True", "--filter-groups.metric", "acc")(folder)
+        ),
+        ("until 4 groups differ in acc",),
+        ACCEPTED,
+    ),
     "L1-plain-python": Case(flags(), ("on 1 x cpu",), ACCEPTED),
     "L10-home": Case(flags(), (), ACCEPTED, env={"HOME": "/proc/none"}),
     "C3": Case(flags("--optim.lr", "1e-6", "--eval.temperature", "1e0"), (), ACCEPTED),

@@ -22,6 +22,33 @@ def test_numbers_that_make_no_sense_name_their_option(tmp_path, option, value):
     assert option in str(caught.value) and str(caught.value).count("; ") >= 2
 
 
+REFUSED = {
+    "--filter-groups.low": ("nan", "inf", "1e400", "word", ""),
+    "--filter-groups.high": ("nan", "-inf", "word", ""),
+    "--filter-groups.max-rounds": ("nan", "inf", "-1", "0", "1.5", "word", ""),
+    "--filter-groups.metric": ("",),
+    "--filter-groups.enable": ("word", "", "2"),
+    "--filter-groups.keep-surplus": ("word", "", "2"),
+    "--overlong.buffer-len": ("nan", "inf", "-1", "1.5", "13", "word", ""),
+    "--overlong.factor": ("nan", "inf", "-1", "word", ""),
+    "--overlong.mask-truncated": ("word", "", "2"),
+    "--kl-reward.coef": ("nan", "inf", "-1", "word", ""),
+    "--kl-reward.type": ("k4", "", "K1"),
+    "--kl-reward.target": ("nan", "inf", "-1", "0", "word", ""),
+    "--kl-reward.horizon": ("nan", "inf", "-1", "0", "1.5", "word", ""),
+    "--advantage": ("word", "", "GRPO"),
+    "--loss": ("word", "", "ppo"),
+    "--correction": ("word", "", "token"),
+}
+
+
+@pytest.mark.parametrize(("option", "value"), [(option, value) for option in REFUSED for value in REFUSED[option]])
+def test_values_of_dynamic_sampling_shaping_and_kl_that_make_no_sense_name_their_option(tmp_path, option, value):
+    with pytest.raises(UserError) as caught:
+        parse(tmp_path, {"--kl-reward.coef": "0.1", option: value})
+    assert option in str(caught.value) and str(caught.value).count("; ") >= 2, caught.value
+
+
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -36,6 +63,19 @@ def test_numbers_that_make_no_sense_name_their_option(tmp_path, option, value):
         ({"--max-tokens-per-gpu": "35"}, ("24 + --rollout.max-response-len 12 = 36", "at least 36")),
         ({"--eval.n": "4"}, ("--eval.n 4", "--eval.temperature")),
         ({"--eval.temperature": "0.001"}, ("0.001", "0 (greedy)", "0.01")),
+        (
+            {"--filter-groups.enable": "True", "--rollout.n": "1", "--advantage": "remax", "--mini-batch-size": "4"},
+            ("--rollout.n 1 is too small to filter groups", "--rollout.n 8"),
+        ),
+        (
+            {"--filter-groups.enable": "True", "--rollout.log-probs": "False"},
+            ("--rollout.log-probs False", "set --filter-groups.keep-surplus False"),
+        ),
+        ({"--filter-groups.low": "0.6", "--filter-groups.high": "0.5"}, ("--filter-groups.high", "which is 0.6")),
+        ({"--kl-reward.target": "0.1"}, ("--kl-reward.coef", "above 0 with a target")),
+        ({"--advantage": "gae"}, ("GAEAdvantage needs a critic", "train_ppo.py")),
+        ({"--advantage": "optimal_token_baseline", "--correction": "bypass_pg_is"}, ("OptimalTokenBaseline",)),
+        ({"--correction": "decoupled_geo_rs", "--rollout.log-probs": "False"}, ("give --correction none",)),
         ({"--data.chat-template-kwargs": "{'a': 1}"}, ("--data.chat-template-kwargs", "a JSON object")),
     ],
 )

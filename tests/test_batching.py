@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise, product
 from typing import get_args
@@ -51,6 +52,23 @@ def make_rollout(uid, index, *, prompt_len, response_len, score, with_log_probs=
         finish_reason="length" if response_len % 3 == 0 else "stop",
         score=Score(score=score),
     )
+
+
+def test_greedy_scores_are_there_unless_a_scored_response_lacks_one():
+    def scores(*pairs):
+        rollouts = [
+            replace(make_rollout(0, i, prompt_len=1, response_len=1, score=score), greedy_score=greedy)
+            for i, (score, greedy) in enumerate(pairs)
+        ]
+        found = make_batch(rollouts, SINGLE, mini_batch_size=max(1, len(rollouts))).greedy_scores
+        return None if found is None else found.tolist()
+
+    assert scores((1.0, 0.5), (None, None), (0.0, 0.5)) == [0.5, 0.0, 0.5]
+    assert scores((1.0, None), (None, None)) is None
+    assert scores((None, None), (None, None)) == [0.0, 0.0]  # every greedy response failed
+    assert scores() == []  # every group was dropped
+    with pytest.raises(AssertionError, match="a greedy score is missing"):
+        scores((1.0, 0.5), (1.0, None))
 
 
 def all_rollouts():

@@ -84,6 +84,14 @@ def test_bad_numbers_are_refused(options, part):
         GroupFilterConfig(**options)
 
 
+def test_the_filter_is_told_in_words():
+    assert CFG.in_words(4) == (
+        "rounds of sampling, 10 at most, until 4 groups differ in score; groups beyond those train in the next step"
+    )
+    words = GroupFilterConfig(enable=True, metric="acc", low=0.2, keep_surplus=False).in_words(4)
+    assert "differ in acc, their mean from 0.2 to inf; groups beyond those are dropped" in words
+
+
 # ---- Rounds ----
 
 
@@ -159,12 +167,15 @@ def test_a_step_takes_the_oldest_groups_into_equal_mini_batches_with_a_response_
 def test_a_shortage_is_told_and_a_full_step_is_not():
     counts = {"kept": 3, "all_right": 20, "all_wrong": 0, "out_of_band": 1, "failed": 0}
     short = StepGroups(uids=(1, 2), surplus=(3,), mini_batch_size=8)
-    text = shortage(short, target=8, rounds=10, counts=counts)
+    text = shortage(short, target=8, rounds=10, counts=counts, keep_surplus=True)
     assert "3 of 8 groups" in text and "10 round" in text and "20 all right, 1 out of band)" in text
-    assert "trains on 2" in text
+    assert text.count("trains on 2, 1 left for the next step; ") == 1
+    assert "trains on 2, 1 dropped; " in shortage(short, target=8, rounds=10, counts=counts, keep_surplus=False)
+    same = shortage(short, target=8, rounds=10, counts=dict(reversed(counts.items())), keep_surplus=True)
+    assert same == text, "the order of the reasons is always the same"
     skipped = StepGroups(uids=(), surplus=(), mini_batch_size=0)
-    assert "it is skipped" in shortage(skipped, target=8, rounds=10, counts=dict.fromkeys(counts, 0))
-    assert shortage(short, target=2, rounds=1, counts=counts) is None
+    assert "it is skipped" in shortage(skipped, target=8, rounds=10, counts=dict.fromkeys(counts, 0), keep_surplus=True)
+    assert shortage(short, target=2, rounds=1, counts=counts, keep_surplus=True) is None
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)

@@ -1,0 +1,185 @@
+"""Under torchrun: one real engine, steps of `Collector.collect` for many configs, as JSON from rank 0.
+
+torchrun --nproc_per_node=N -m tests.sampling_worker FOLDER OUT TP_SIZE CASE...
+"""
+
+import json
+import sys
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lib.batching import make_batch
+from lib.data import DataConfig, PromptStream, check_data_files, load_tokenizer, tokenize
+from lib.dist import init_distributed, shutdown_distributed
+from lib.errors import LockstepError
+from lib.forward import compute_log_probs, with_old_log_probs
+from lib.fsdp import FSDPConfig, load_policy
+from lib.groups import GroupFilterConfig
+from lib.metrics import Metrics, mismatch_metrics
+from lib.model import ModelConfig
+from lib.rollout import RolloutConfig, RolloutEngine, Sampling
+from lib.sampling import Collector
+from lib.scoring import RewardConfig, Scorer
+from lib.tracking import Run, TrackingConfig
+from lib.weight_sync import WeightSync
+from tests.ranks import ROOT
+
+NUM_ALONE = 24
+"""Prompts that one rank also samples one by one."""
+RESPONSE_LEN = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Steps of a collector of its own, over prompts 0, 1, 2... in that order."""
+
+    reward: str
+    steps: int = 1
+    filter_groups: GroupFilterConfig = field(default_factory=lambda: GroupFilterConfig(enable=True))
+    n: int = 4
+    prompts_per_step: int = 4
+    mini_batch_size: int = 8
+    with_greedy: bool = False
+    max_error_rate: float = 1.0
+    num_rows: int | None = None
+
+
+def filtered(**options) -> GroupFilterConfig:
+    return GroupFilterConfig(enable=True, **options)
+
+
+ALL = GroupFilterConfig()
+CASES = {
+    "all": Case(reward="of_all", steps=2, filter_groups=ALL),
+    "one rank without signal": Case(reward="of_even_rows", steps=2),
+    "cap": Case(reward="of_every_eighth_row", steps=2, filter_groups=filtered(max_rounds=2)),
+    "dropped": Case(reward="of_none", steps=2, filter_groups=filtered(max_rounds=2)),
+    "surplus kept": Case(reward="but_for_the_first_row", steps=2),
+    "surplus dropped": Case(reward="but_for_the_first_row", steps=2, filter_groups=filtered(keep_surplus=False)),
+    "stale mini-batch": Case(reward="but_for_the_first_row", steps=2, mini_batch_size=4),
+    "unequal": Case(
+        reward="of_every_eighth_row", steps=2, filter_groups=filtered(max_rounds=6), n=3, prompts_per_step=8,
+        mini_batch_size=6,
+    ),
+    "band": Case(reward="of_all", steps=2, filter_groups=filtered(low=0.45, high=0.6)),
+    "acc": Case(reward="with_acc", steps=2, filter_groups=filtered(metric="acc")),
+    "band of acc": Case(reward="with_acc", filter_groups=filtered(metric="acc", low=0.2, high=0.3)),
+    "no such metric": Case(reward="with_acc", filter_groups=filtered(metric="accuracy")),
+    "a text as metric": Case(reward="with_acc", filter_groups=filtered(metric="pred")),
+    "more than an epoch": Case(reward="of_even_rows", steps=2, num_rows=3),
+    "greedy": Case(reward="that_fails_for_some", steps=2, filter_groups=ALL, with_greedy=True),
+    "greedy, n 1": Case(reward="that_fails_for_some", filter_groups=ALL, n=1, mini_batch_size=4, with_greedy=True),
+    "greedy, filtered": Case(reward="that_fails_for_some", steps=2, with_greedy=True),
+    "a failure in a small round": Case(reward="that_fails_twice_for_row_7", max_error_rate=0.15, steps=2),
+    "failures": Case(reward="that_fails", max_error_rate=0.05),
+}  # fmt: skip
+
+
+def main(folder, out, tp_size, *names):
+    world, folder = init_distributed(), Path(folder)
+    model = str(folder / "model")
+    data = DataConfig(train_files=(str(folder / "train.parquet"),), max_prompt_len=24)
+    tokenizer = load_tokenizer(folder / "model", chat_template_kwargs={})
+    prompts = tokenize(data, check_data_files(data), tokenizer, split="train")
+    with Run(Path(out).with_suffix(""), TrackingConfig(), world, config={}, num_steps=1) as run:
+        engine = RolloutEngine(
+            RolloutConfig(tensor_model_parallel_size=int(tp_size), max_response_len=RESPONSE_LEN, max_num_seqs=32,
+                          max_num_batched_tokens=2048, temperature=0.9),
+            model, dtype="float32", max_prompt_len=24, most_responses=32, stop_token_ids=[11, 17, 23, 29, 31],
+            world=world, seed=5,
+        )  # fmt: skip
+        engine.sleep()
+        policy = load_policy(ModelConfig(dtype="float32"), model, FSDPConfig(), world)
+        weight_sync = WeightSync(policy, engine, fsdp=FSDPConfig())
+        weight_sync.load()
+        weight_sync.verify()
+
+        def alone(stream, **sampling):
+            """[prompt][response]: (ids, text, log-probs) of each prompt sampled by itself."""
+            sampling = Sampling(**{"n": 4, "max_response_len": RESPONSE_LEN, "temperature": 0.9, **sampling})
+            groups = [next(engine.generate([prompts.sample(place, place)], sampling, stream=stream))
+                      for place in range(NUM_ALONE)]  # fmt: skip
+            return [[(r.response_ids, tokenizer.decode(r.response_ids, skip_special_tokens=True), r.rollout_log_probs)
+                     for r in group] for group in groups]  # fmt: skip
+
+        found = {}
+        if world.size == 1:
+            found = {"alone": alone("train", log_probs=True), "greedy": alone("greedy", n=1, temperature=0.0)}
+        found["cases"] = {name: run_case(CASES[name], engine, policy, tokenizer, prompts, run, world) for name in names}
+    if world.rank == 0:
+        with open(out, "w") as file:
+            json.dump(found, file)
+    shutdown_distributed()
+
+
+def run_case(case, engine, policy, tokenizer, prompts, run, world):
+    reward = RewardConfig(
+        path=str(ROOT / "tests/sampling_rewards.py"),
+        name=case.reward,
+        num_workers=1,
+        max_error_rate=case.max_error_rate,
+    )
+    if case.num_rows is not None:
+        prompts = type(prompts)(**{**vars(prompts), "kept": prompts.kept[: case.num_rows]})
+    stream = PromptStream(prompts, seed=0, shuffle=False)
+    rollout = RolloutConfig(n=case.n, max_response_len=RESPONSE_LEN, temperature=0.9)
+    steps = []
+    with closing(Scorer(reward, {"test"})) as scorer:
+        collector = Collector(
+            engine, scorer, stream, tokenizer, rollout=rollout, reward=reward, filter_groups=case.filter_groups,
+            prompts_per_step=case.prompts_per_step, mini_batch_size=case.mini_batch_size, with_greedy=case.with_greedy,
+            run=run, world=world,
+        )  # fmt: skip
+        for _ in range(case.steps):
+            metrics, log = Metrics(world), run.log_file.stat().st_size
+            try:
+                collected = collector.collect(metrics, label="here")
+            except LockstepError as error:
+                steps.append({"errors": world.gather((type(error).__name__, str(error))), "drawn": stream.num_drawn})
+                break
+            steps.append(describe(collected, collector, metrics, policy, world))
+            steps[-1]["drawn"] = stream.num_drawn
+            with open(run.log_file) as file:
+                file.seek(log)
+                steps[-1]["said"] = file.read().splitlines()
+    return steps
+
+
+def describe(collected, collector, metrics, policy, world):
+    """What all ranks collected, and what the trainer makes of it."""
+    batch = make_batch(collected.rollouts, world, mini_batch_size=collected.mini_batch_size)
+    # At another temperature the trainer's log-probs are not the engine's, so that one sees whose are used.
+    settings = dict(max_tokens_per_gpu=200, temperature=2.0, world=world)
+    ours = compute_log_probs(policy, batch, **settings)[0]
+    olds = with_old_log_probs(policy, batch, **settings).old_log_probs
+    mismatch = Metrics(world)
+    mismatch_metrics(ours, batch, mismatch)
+    rows = [
+        {"uid": uid, "index": index, "mini_batch": mini_batch, "engines": old == reported, "trainers": old == own,
+         "difference": sum(abs(a - b) for a, b in zip(own, reported, strict=True)), "tokens": sum(mask)}
+        for uid, index, mini_batch, old, reported, own, mask in zip(
+            batch.uids.tolist(), batch.indices.tolist(), batch.mini_batch_ids.tolist(),
+            *(tensor.where(batch.response_mask, 0).tolist() for tensor in (olds, batch.rollout_log_probs, ours)),
+            batch.response_mask.tolist(), strict=True,
+        )
+    ]  # fmt: skip
+    rollouts = [
+        {"uid": r.sample.uid, "index": r.index, "ids": r.response_ids, "log_probs": r.rollout_log_probs,
+         "score": r.score.score, "error": r.score.error, "greedy": r.greedy_score, "num_stale": r.num_stale}
+        for r in collected.rollouts
+    ]  # fmt: skip
+    return {
+        "by_rank": world.gather(rollouts),
+        "carried": world.gather([group[0].sample.uid for group in collector.carried]),
+        "numbers": world.gather((collected.mini_batch_size, collected.num_mini_batches, collected.any_stale)),
+        "rows": sorted(
+            (row for of_rank in world.gather(rows) for row in of_rank), key=lambda r: (r["uid"], r["index"])
+        ),
+        "metrics": metrics.reduce(),
+        "mismatch": mismatch.reduce(),
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
