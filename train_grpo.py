@@ -115,7 +115,7 @@ def train(cfg: GRPOConfig) -> None:
                 cfg.model, str(model_files.folder), cfg.fsdp, world, max_tokens_per_gpu=cfg.max_tokens_per_gpu,
                 with_reference=cfg.needs_reference,
             )  # fmt: skip
-            optimizer = build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload)
+            optimizer = world.agree(lambda: build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload))
             reference = None
             if cfg.needs_reference:
                 reference = load_policy(cfg.model, str(model_files.folder), cfg.fsdp, world, trainable=False)
@@ -137,7 +137,8 @@ def train(cfg: GRPOConfig) -> None:
         collector = Collector(
             engine, scorer, prompts, tokenizer, rollout=cfg.rollout, reward=cfg.reward,
             filter_groups=cfg.filter_groups, prompts_per_step=cfg.prompts_per_step,
-            mini_batch_size=cfg.mini_batch_size, with_greedy=cfg.advantage.needs_greedy, run=run, world=world,
+            mini_batch_size=cfg.mini_batch_size, with_greedy=cfg.advantage.needs_greedy,
+            mask_truncated=cfg.overlong.mask_truncated, run=run, world=world,
         )  # fmt: skip
         kl_controller = KLController(cfg.kl_reward)
         constant_groups: list[float] = []
@@ -162,11 +163,17 @@ def train(cfg: GRPOConfig) -> None:
                     max_tokens_per_gpu=cfg.max_tokens_per_gpu, temperature=cfg.rollout.temperature, world=world
                 )
                 # Before a single update the old policy is the current one: the ratio is exactly 1 without a pass.
-                if not cfg.correction.bypass and (num_updates > 1 or collected.any_stale or cfg.needs_old_log_probs):
+                mismatch, differences = Metrics(world), {}
+                needed = num_updates != 1 or collected.any_stale or cfg.needs_old_log_probs
+                has_pass = needed and not cfg.correction.bypass
+                if has_pass:
                     with metrics.time("old_log_prob"):
                         batch = with_old_log_probs(
                             policy, batch, with_sum_pi_squared=cfg.advantage.needs_sum_pi_squared, **passes
                         )
+                        mismatch_metrics(batch.old_log_probs, batch, mismatch)
+                    differences = mismatch.reduce()
+                    check_log_probs_diff(differences, limit=cfg.rollout.max_log_probs_diff)
                 if reference is not None:
                     with metrics.time("ref"):
                         onload(cfg.fsdp, reference, world)
@@ -184,8 +191,13 @@ def train(cfg: GRPOConfig) -> None:
 
                 # ---- Policy update: micro-batches only split a mini-batch to fit memory ----
                 with metrics.time("update_actor"):
-                    metrics.set("actor/lr", set_lr_(optimizer, cfg.optim, step=step, num_steps=num_steps))
-                    mismatch, differences, num_skipped = Metrics(world), {}, 0
+                    metrics.set(
+                        "actor/lr",
+                        set_lr_(
+                            optimizer, cfg.optim, step=step - cfg.frozen_steps, num_steps=num_steps - cfg.frozen_steps
+                        ),
+                    )
+                    num_skipped = 0
                     for update, mini_batch in enumerate(
                         iter_mini_batches(batch, world, update_epochs=cfg.policy_epochs(step))
                     ):
@@ -218,9 +230,9 @@ def train(cfg: GRPOConfig) -> None:
                                 metrics, micro_batch.response_mask, terms={**terms, "loss": loss},
                                 stats={**stats, "entropy": entropy}, num_updates=num_updates,
                             )  # fmt: skip
-                            if update == 0:
+                            if update == 0 and not has_pass:
                                 mismatch_metrics(log_probs, micro_batch, mismatch)
-                        if update == 0:  # before anything is learned from responses of another policy
+                        if update == 0 and not has_pass:  # before the policy learns from another policy's responses
                             differences = mismatch.reduce()
                             check_log_probs_diff(differences, limit=cfg.rollout.max_log_probs_diff)
                         grad_norm, taken = optimizer_step(policy, optimizer, clip_grad=cfg.optim.clip_grad)

@@ -22,7 +22,7 @@ from lib.dist import init_distributed, shutdown_distributed
 from lib.errors import UserError
 from lib.evaluate import evaluate
 from lib.forward import compute_log_probs, compute_values, forward_critic, forward_policy, with_old_log_probs
-from lib.fsdp import begin_micro_batch, held_bytes, load_critic, load_policy, offload, onload
+from lib.fsdp import begin_micro_batch, held_bytes, load_critic, load_policy, offload, onload, reshard
 from lib.kl import KLController, kl_to_reference
 from lib.launch import check_critic, check_input, check_same_prompts, describe, load_prompts, try_reward
 from lib.metrics import (
@@ -61,15 +61,10 @@ class PPOConfig(TrainConfig):
                 "train_ppo.py; expected gae; start train_grpo.py instead, or leave --advantage out"
             )
 
-        if self.num_steps is not None and self.critic.warmup_steps >= self.num_steps:
-            raise UserError(
-                f"--critic.warmup-steps {self.critic.warmup_steps} leaves the policy no step to learn; found "
-                f"--num-steps {self.num_steps}, expected fewer warm-up steps than that; change one of them"
-            )
-
-    def policy_epochs(self, step: int) -> int:
-        """Passes of the policy over the responses of this step; 0 while only the critic learns."""
-        return 0 if step <= self.critic.warmup_steps else self.update_epochs
+    @property
+    def frozen_steps(self) -> int:
+        """First training steps in which only the critic learns."""
+        return self.critic.warmup_steps
 
     @property
     def critic_epochs(self) -> int:
@@ -109,6 +104,11 @@ def train(cfg: PPOConfig) -> None:
         if files.train is None:
             reward_note = world.agree(lambda: try_reward(cfg, train_set.rows, val_set.rows))
     num_steps = cfg.num_steps or max(1, len(train_set) * cfg.total_epochs // cfg.prompts_per_step)
+    if cfg.critic.warmup_steps >= num_steps:
+        raise UserError(
+            f"--critic.warmup-steps {cfg.critic.warmup_steps} leaves the policy no step to learn; --num-steps, or "
+            f"--total-epochs; found {num_steps} steps, expected more than the warm-up; change one of them"
+        )
     policy_loss = cfg.policy_loss
 
     run = Run(cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=num_steps, overwrite=cfg.overwrite)
@@ -142,7 +142,7 @@ def train(cfg: PPOConfig) -> None:
                 with_reference=cfg.needs_reference,
                 reserved_bytes=held_bytes(critic_files.num_parameters, cfg.critic.fsdp, world, loaded=False),
             )  # fmt: skip
-            optimizer = build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload)
+            optimizer = world.agree(lambda: build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload))
             reference = None
             if cfg.needs_reference:
                 reference = load_policy(cfg.model, str(model_files.folder), cfg.fsdp, world, trainable=False)
@@ -153,7 +153,9 @@ def train(cfg: PPOConfig) -> None:
                 max_tokens_per_gpu=cfg.critic_max_tokens_per_gpu,
                 reserved_bytes=held_bytes(model_files.num_parameters, cfg.fsdp, world, loaded=True),
             )  # fmt: skip
-            critic_optimizer = build_optimizer(critic, cfg.critic.optim, on_host=cfg.critic.fsdp.optimizer_offload)
+            critic_optimizer = world.agree(
+                lambda: build_optimizer(critic, cfg.critic.optim, on_host=cfg.critic.fsdp.optimizer_offload)
+            )
             offload(cfg.critic.fsdp, critic)
         gathered = "once per optimizer step" if policy.keeps_gathered else "in every pass"
         activations = "recomputed in" if policy.model.is_gradient_checkpointing else "kept for"
@@ -172,7 +174,8 @@ def train(cfg: PPOConfig) -> None:
         collector = Collector(
             engine, scorer, prompts, tokenizer, rollout=cfg.rollout, reward=cfg.reward,
             filter_groups=cfg.filter_groups, prompts_per_step=cfg.prompts_per_step,
-            mini_batch_size=cfg.mini_batch_size, with_greedy=cfg.advantage.needs_greedy, run=run, world=world,
+            mini_batch_size=cfg.mini_batch_size, with_greedy=cfg.advantage.needs_greedy,
+            mask_truncated=cfg.overlong.mask_truncated, run=run, world=world,
         )  # fmt: skip
         kl_controller = KLController(cfg.kl_reward)
         constant_groups: list[float] = []
@@ -197,11 +200,17 @@ def train(cfg: PPOConfig) -> None:
                     max_tokens_per_gpu=cfg.max_tokens_per_gpu, temperature=cfg.rollout.temperature, world=world
                 )
                 # Before a single update the old policy is the current one: the ratio is exactly 1 without a pass.
-                if not cfg.correction.bypass and (num_updates > 1 or collected.any_stale or cfg.needs_old_log_probs):
+                mismatch, differences = Metrics(world), {}
+                needed = num_updates != 1 or collected.any_stale or cfg.needs_old_log_probs
+                has_pass = needed and not cfg.correction.bypass
+                if has_pass:
                     with metrics.time("old_log_prob"):
                         batch = with_old_log_probs(
                             policy, batch, with_sum_pi_squared=cfg.advantage.needs_sum_pi_squared, **passes
                         )
+                        mismatch_metrics(batch.old_log_probs, batch, mismatch)
+                    differences = mismatch.reduce()
+                    check_log_probs_diff(differences, limit=cfg.rollout.max_log_probs_diff)
                 if reference is not None:
                     with metrics.time("ref"):
                         onload(cfg.fsdp, reference, world)
@@ -209,6 +218,7 @@ def train(cfg: PPOConfig) -> None:
                         offload(cfg.fsdp, reference)
 
                 # ---- Values of the state before each response token, by the critic before its update ----
+                reshard(policy)  # its gathered weights would only take room until it is updated
                 onload(cfg.critic.fsdp, critic, world)
                 with metrics.time("values"):
                     batch = batch.with_(
@@ -257,8 +267,13 @@ def train(cfg: PPOConfig) -> None:
 
                 # ---- Policy update: micro-batches only split a mini-batch to fit memory ----
                 with metrics.time("update_actor"):
-                    metrics.set("actor/lr", set_lr_(optimizer, cfg.optim, step=step, num_steps=num_steps))
-                    mismatch, differences, num_skipped = Metrics(world), {}, 0
+                    metrics.set(
+                        "actor/lr",
+                        set_lr_(
+                            optimizer, cfg.optim, step=step - cfg.frozen_steps, num_steps=num_steps - cfg.frozen_steps
+                        ),
+                    )
+                    num_skipped = 0
                     for update, mini_batch in enumerate(
                         iter_mini_batches(batch, world, update_epochs=cfg.policy_epochs(step))
                     ):
@@ -291,9 +306,9 @@ def train(cfg: PPOConfig) -> None:
                                 metrics, micro_batch.response_mask, terms={**terms, "loss": loss},
                                 stats={**stats, "entropy": entropy}, num_updates=num_updates,
                             )  # fmt: skip
-                            if update == 0:
+                            if update == 0 and not has_pass:
                                 mismatch_metrics(log_probs, micro_batch, mismatch)
-                        if update == 0:  # before anything is learned from responses of another policy
+                        if update == 0 and not has_pass:  # before the policy learns from another policy's responses
                             differences = mismatch.reduce()
                             check_log_probs_diff(differences, limit=cfg.rollout.max_log_probs_diff)
                         grad_norm, taken = optimizer_step(policy, optimizer, clip_grad=cfg.optim.clip_grad)

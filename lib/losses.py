@@ -32,6 +32,8 @@ class PolicyLoss(ABC):
 
     agg_mode: ClassVar[LossAggMode] = "token-mean"
     """How its numbers become one where --loss-agg-mode is not given."""
+    has_ratio: ClassVar[bool] = True
+    """Whether the ratio of new to old probability is in the loss, so that it corrects for an older policy's tokens."""
     needs_old_log_probs: ClassVar[bool] = False
     """Whether it reads old_log_probs even before the only optimizer step of a rollout."""
 
@@ -289,6 +291,8 @@ class KLCovLoss(PolicyLoss):
 @dataclass(frozen=True, kw_only=True)
 class GPGLoss(PolicyLoss):
     """-A x log p: the plain policy gradient, without a ratio (GPG, arXiv:2504.02546)."""
+
+    has_ratio: ClassVar[bool] = False
 
     def __call__(self, log_probs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss (b, t), and ppo_kl."""

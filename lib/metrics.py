@@ -156,8 +156,7 @@ def _result(kind: str, row: tuple[float, ...]) -> float:
 def data_metrics(batch: Batch, metrics: Metrics, *, max_prompt_len: int) -> None:
     """Adds critic/score, response_length/*, prompt_length/*, response/* and reward/* of the step's rows, as scored.
 
-    Executed by all ranks (one collective: a group may be spread over ranks), before a correction or the length limit
-    leaves any of them out.
+    Before a correction or the length limit leaves any of them out. Local to the rank.
     """
     metrics.add_stats("critic/score", batch.scores[batch.valid])
     metrics.add_mean(
@@ -172,20 +171,16 @@ def data_metrics(batch: Batch, metrics: Metrics, *, max_prompt_len: int) -> None
         "reward/excluded_ratio": ~batch.valid,
     }.items():
         metrics.add_mean(name, flags.sum(), len(batch))
-    groups: dict[int, set[float]] = defaultdict(set)
-    rows = list(zip(batch.uids.tolist(), batch.scores.tolist(), batch.valid.tolist(), strict=True))
-    for uid, score, valid in (row for of_rank in metrics.world.gather(rows) for row in of_rank):
-        groups[uid].update([score] if valid else [])
-    constant = sum(len(different) < 2 for different in groups.values())
-    metrics.set("reward/constant_group_ratio", constant / len(groups) if groups else math.nan)
 
 
 def advantage_metrics(batch: Batch, metrics: Metrics) -> None:
     """Adds critic/rewards, critic/advantages, critic/returns, with a critic its values, and how many rows train.
 
-    Executed by all ranks together, after the advantages are known.
+    Also reward/constant_group_ratio, of the rewards that train. Executed by all ranks together, after the advantages
+    are known (a group may be spread over ranks).
     """
-    metrics.add_stats("critic/rewards", response_rewards(batch)[batch.valid])
+    rewards = response_rewards(batch)  # (B,)
+    metrics.add_stats("critic/rewards", rewards[batch.valid])
     metrics.add_stats("critic/advantages", batch.advantages[batch.response_mask])
     metrics.add_stats("critic/returns", batch.returns[batch.response_mask])
     metrics.add_mean("training/excluded_ratio", (~batch.valid).sum(), len(batch))
@@ -193,6 +188,12 @@ def advantage_metrics(batch: Batch, metrics: Metrics) -> None:
         metrics.add_stats("critic/values", batch.values[batch.response_mask])
         explained = explained_variance(batch.values, batch.returns, batch.response_mask, metrics.world)
         metrics.set("critic/vf_explained_var", explained)
+    groups: dict[int, set[float]] = defaultdict(set)
+    rows = list(zip(batch.uids.tolist(), rewards.tolist(), batch.valid.tolist(), strict=True))
+    for uid, score, valid in (row for of_rank in metrics.world.gather(rows) for row in of_rank):
+        groups[uid].update([score] if valid else [])
+    constant = sum(len(different) < 2 for different in groups.values())
+    metrics.set("reward/constant_group_ratio", constant / len(groups) if groups else math.nan)
 
 
 def constant_reward_warning(constant_group_ratios: Sequence[float], *, patience: int = 3) -> str | None:
@@ -348,9 +349,9 @@ def _node_memory_used() -> int:
 def mismatch_metrics(log_probs: Tensor, batch: Batch, metrics: Metrics) -> None:
     """Adds training/rollout_probs_diff_* and training/rollout_log_probs_diff/* of a micro-batch's response tokens.
 
-    `log_probs` (b, T) come from the update's own forward over the first mini-batch, before any optimizer step, so they
-    are those of the policy that generated; what an older one sampled is left out. A token that is not finite on either
-    side is counted, not compared. Adds nothing when the engine reported no log-probs.
+    `log_probs` (b, T) are of the pass before the update or, where there is none, of the update's own forward over the
+    first mini-batch: those of the policy that generated. What an older one sampled is left out. A token that is not
+    finite on either side is counted, not compared. Adds nothing when the engine reported no log-probs.
     """
     if batch.rollout_log_probs is None or log_probs.numel() == 0:
         return

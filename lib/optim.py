@@ -152,11 +152,11 @@ def _chunks(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 def set_lr_(optimizer: torch.optim.Optimizer, cfg: OptimConfig, *, step: int, num_steps: int) -> float:
-    """The learning rate of a training step (1 to num_steps), which the optimizer has from now on.
+    """The learning rate of a training step (1 to num_steps; the first one's before it), which the optimizer now has.
 
     A function of the step alone, so there is no state to save.
     """
-    lr = cfg.lr * lr_factor(step - 1, cfg, num_steps)
+    lr = cfg.lr * lr_factor(max(step - 1, 0), cfg, num_steps)
     for group in optimizer.param_groups:
         group["lr"] = lr
     return lr

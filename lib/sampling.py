@@ -44,13 +44,14 @@ class Collector:
     def __init__(
         self, engine: RolloutEngine, scorer: Scorer, prompts: PromptStream, tokenizer: Any, *, rollout: RolloutConfig,
         reward: RewardConfig, filter_groups: GroupFilterConfig, prompts_per_step: int, mini_batch_size: int,
-        with_greedy: bool, run: Run, world: World,
+        with_greedy: bool, mask_truncated: bool, run: Run, world: World,
     ) -> None:  # fmt: skip
-        """`with_greedy`: also a greedy response to every prompt, whose score becomes `Rollout.greedy_score`."""
+        """`with_greedy`: also a greedy response to every prompt, whose score becomes `Rollout.greedy_score`.
+        `mask_truncated`: responses cut off at the limit will not train, so they are no signal."""
         self.engine, self.scorer, self.prompts, self.tokenizer = engine, scorer, prompts, tokenizer
         self.rollout, self.reward, self.filter_groups = rollout, reward, filter_groups
         self.prompts_per_step, self.mini_batch_size = prompts_per_step, mini_batch_size
-        self.with_greedy, self.run, self.world = with_greedy, run, world
+        self.with_greedy, self.mask_truncated, self.run, self.world = with_greedy, mask_truncated, run, world
         self.carried: list[Group] = []
         """Groups with a signal that earlier steps did not need; each on the rank that sampled it."""
         self._share_kept = 1.0  # of the groups sampled last, those with a signal: how many to ask for
@@ -132,7 +133,8 @@ class Collector:
         return check_error_rate(scored, self.reward, self.world, at_least=self.prompts_per_step * self.rollout.n)
 
     def _judge(self, group: Group) -> Verdict:
-        return judge(metric_values(group, self.filter_groups.metric), self.filter_groups)
+        trains = [rollout for rollout in group if not (self.mask_truncated and rollout.finish_reason == "length")]
+        return judge(metric_values(trains, self.filter_groups.metric), self.filter_groups)
 
     def _sample(self, num_prompts: int, metrics: Metrics, label: str) -> list[Group]:
         """This rank's scored groups of the next prompts; none on ranks that only lend a replica their GPU."""

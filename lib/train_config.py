@@ -111,6 +111,12 @@ class TrainConfig:
                 "--filter-groups.keep-surplus; found --rollout.log-probs False, expected True; leave that out, or set "
                 "--filter-groups.keep-surplus False"
             )
+        if self.filter_groups.enable and self.filter_groups.keep_surplus and not self.policy_loss.has_ratio:
+            raise UserError(
+                f"--loss {type(self.policy_loss).__name__} has no ratio to correct groups kept for the next step, "
+                "which older weights sampled; --filter-groups.keep-surplus; expected a loss with a ratio; set "
+                "--filter-groups.keep-surplus False, or choose another loss"
+            )
         if self.overlong.buffer_len > self.rollout.max_response_len:
             raise UserError(
                 f"--overlong.buffer-len {self.overlong.buffer_len} is longer than a response; length shaping; found "
@@ -137,9 +143,14 @@ class TrainConfig:
                 f"{self.rollout.max_response_len} = {longest}; expected at least {longest}; raise it"
             )
 
+    @property
+    def frozen_steps(self) -> int:
+        """First training steps in which the policy does not learn."""
+        return 0
+
     def policy_epochs(self, step: int) -> int:
-        """Passes of the policy over the responses of this step; 0 while only a critic learns."""
-        return self.update_epochs
+        """Passes of the policy over the responses of this step (1 to num_steps)."""
+        return self.update_epochs if step > self.frozen_steps else 0
 
     @property
     def agg_mode(self) -> LossAggMode:

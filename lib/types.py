@@ -71,7 +71,7 @@ class Batch:
     response_mask: Tensor  # (B, T) bool, True where the policy chose the token; all False for an excluded response
     truncated: Tensor  # (B,) bool, finish_reason was `length`
     valid: Tensor  # (B,) bool, False: excluded (no score)
-    scores: Tensor  # (B,) float32, 0 where not valid
+    scores: Tensor  # (B,) float32, 0 without a score
     num_stale: Tensor | None = None  # (B,) int64, response tokens at the start that an older policy sampled; None: 0
     greedy_scores: Tensor | None = None  # (B,) float32, of the prompt's greedy response (ReMax)
     token_level_rewards: Tensor | None = None  # (B, T) float32, the score on the last token, less the KL penalty

@@ -78,7 +78,7 @@ def main(path, out, recompute=False):
         for mini_batch in iter_mini_batches(batch, world, update_epochs=1):
             backward(critic, mini_batch, world, budget, metrics)
         data_metrics(batch, metrics, max_prompt_len=16)
-        advantage_metrics(batch, metrics)
+        advantage_metrics(batch.with_(advantages=batch.returns), metrics)
         result[f"metrics/{budget}"] = metrics.reduce()
         result[f"gradient/{budget}"] = {n: p.grad.full_tensor().clone() for n, p in critic.named_parameters()}
         critic.zero_grad()

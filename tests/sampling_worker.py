@@ -129,7 +129,7 @@ def run_case(case, engine, policy, tokenizer, prompts, run, world):
         collector = Collector(
             engine, scorer, stream, tokenizer, rollout=rollout, reward=reward, filter_groups=case.filter_groups,
             prompts_per_step=case.prompts_per_step, mini_batch_size=case.mini_batch_size, with_greedy=case.with_greedy,
-            run=run, world=world,
+            mask_truncated=False, run=run, world=world,
         )  # fmt: skip
         for _ in range(case.steps):
             metrics, log = Metrics(world), run.log_file.stat().st_size

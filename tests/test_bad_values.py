@@ -71,6 +71,7 @@ def test_values_of_dynamic_sampling_shaping_and_kl_that_make_no_sense_name_their
             {"--filter-groups.enable": "True", "--rollout.log-probs": "False"},
             ("--rollout.log-probs False", "set --filter-groups.keep-surplus False"),
         ),
+        ({"--filter-groups.enable": "True", "--loss": "gpg"}, ("GPGLoss has no ratio", "keep-surplus False")),
         ({"--filter-groups.low": "0.6", "--filter-groups.high": "0.5"}, ("--filter-groups.high", "which is 0.6")),
         ({"--kl-reward.target": "0.1"}, ("--kl-reward.coef", "above 0 with a target")),
         ({"--advantage": "gae"}, ("GAEAdvantage needs a critic", "train_ppo.py")),

@@ -225,7 +225,7 @@ def test_data_metrics_equal_numbers_worked_by_hand():
 def test_a_group_without_any_score_has_no_signal():
     batch = make_batch([1, 1, 2, 2], [0.0, 0.0, 1.0, 0.0], prompt_lens=[1] * 4, response_lens=[1] * 4)
     metrics = Metrics(SINGLE)
-    data_metrics(batch.with_(valid=torch.tensor([False, False, True, True])), metrics, max_prompt_len=5)
+    advantage_metrics(batch.with_(valid=torch.tensor([False, False, True, True])), metrics)
     assert metrics.reduce()["reward/constant_group_ratio"] == 0.5
 
 
@@ -427,3 +427,14 @@ def test_every_metric_is_in_the_documentation(monkeypatch):
         name = re.sub(r"@4", "@N", re.sub(r"@2", "@n", name)).replace("/reward/", "/VARIABLE/")
         name = re.sub(r"(val-\w+)/SOURCE/VARIABLE/(best|worst|maj)@\w", r"\1/SOURCE/VARIABLE/\2@n", name)
         assert name in documented, name
+
+
+def test_constant_groups_are_those_whose_training_reward_is_constant():
+    batch = make_batch([1, 1, 2, 2], [1.0, 1.0, 1.0, 0.0], prompt_lens=[1] * 4, response_lens=[2] * 4)
+    metrics = Metrics(SINGLE)
+    shaped = torch.tensor([[0.0, 1.0], [0.0, 0.9], [0.0, 0.5], [0.0, 0.5]])  # a length penalty, say
+    advantage_metrics(batch.with_(token_level_rewards=shaped), metrics)
+    assert metrics.reduce()["reward/constant_group_ratio"] == 0.5
+    metrics = Metrics(SINGLE)
+    advantage_metrics(batch.with_(valid=torch.tensor([True, True, True, False])), metrics)  # one was cut off
+    assert metrics.reduce()["reward/constant_group_ratio"] == 1.0

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTENDED = {"Setup: everything that can be wrong with the input, before a model is loaded",
@@ -38,3 +39,17 @@ def test_ppo_adds_values_and_the_critics_update_in_their_places():
     assert order.index(added[0]) < order.index(next(name for name in order if "advantages;" in name))
     assert order.index(added[1]) + 1 == next(place for place, name in enumerate(order) if name.startswith("Policy"))
     assert [name for name in order if name in GRPO] == list(GRPO)
+
+
+def test_the_policys_schedule_begins_when_it_begins_to_learn():
+    from lib.critic import CriticConfig
+    from lib.optim import OptimConfig, build_optimizer, set_lr_
+    from train_grpo import GRPOConfig
+    from train_ppo import PPOConfig
+
+    cfg = PPOConfig(critic=CriticConfig(warmup_steps=3), optim=OptimConfig(lr=1.0, warmup_steps=2), update_epochs=2)
+    assert [cfg.policy_epochs(step) for step in (1, 3, 4)] == [0, 0, 2]
+    assert GRPOConfig().policy_epochs(1) == 1
+    optimizer = build_optimizer(nn.Linear(2, 2), cfg.optim)
+    rates = [set_lr_(optimizer, cfg.optim, step=step - cfg.frozen_steps, num_steps=7) for step in range(1, 8)]
+    assert rates == [0.5, 0.5, 0.5, 0.5, 1, 1, 1] and optimizer.param_groups[0]["lr"] == 1
