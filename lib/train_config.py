@@ -111,9 +111,10 @@ class TrainConfig:
                 "--filter-groups.keep-surplus; found --rollout.log-probs False, expected True; leave that out, or set "
                 "--filter-groups.keep-surplus False"
             )
-        if self.filter_groups.enable and self.filter_groups.keep_surplus and not self.policy_loss.has_ratio:
+        corrected = self.loss.has_ratio or self.correction.bypass  # whose weights follow the current policy
+        if self.filter_groups.enable and self.filter_groups.keep_surplus and not corrected:
             raise UserError(
-                f"--loss {type(self.policy_loss).__name__} has no ratio to correct groups kept for the next step, "
+                f"--loss {type(self.loss).__name__} has no ratio to correct groups kept for the next step, "
                 "which older weights sampled; --filter-groups.keep-surplus; expected a loss with a ratio; set "
                 "--filter-groups.keep-surplus False, or choose another loss"
             )
