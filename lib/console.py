@@ -33,6 +33,7 @@ def training_line(row: Mapping[str, float], num_steps: int) -> str:
         ("critic/score/mean", "reward {:.3f}"),
         ("actor/pg_loss", "loss {:+.4f}"),
         ("actor/grad_norm", "grad norm {:.3g}"),
+        ("critic/vf_explained_var", "critic explains {:.2f}"),
         ("response_length/mean", "length {:.1f}"),
         ("timing_s/step", "{:.1f} s"),
         ("perf/throughput", "{:,.0f} tok/s per rank"),
