@@ -84,7 +84,7 @@ class Collector:
         kept, target, scored = self.carried, self.prompts_per_step, []
         rounds, num_kept = 0, self.world.gather(len(kept))
         verdicts: Counter[Verdict] = Counter()
-        tokens: Counter[str] = Counter()  # of the groups that were dropped
+        wasted = 0  # tokens of the groups that were dropped
         while goes_on(num_kept, target=target, rounds=rounds, cfg=self.filter_groups):
             asked = math.ceil((target - sum(num_kept)) / max(self._share_kept, 1 / 8))
             of_round = min(asked, self.prompts_per_step)
@@ -95,7 +95,7 @@ class Collector:
             self._check_errors(scored)  # broken code shows in the first round
             kept = kept + [group for group, verdict in zip(groups, found, strict=True) if verdict == "kept"]
             dropped = [group for group, verdict in zip(groups, found, strict=True) if verdict != "kept"]
-            tokens["dropped"] += sum(len(rollout.response_ids) for group in dropped for rollout in group)
+            wasted += sum(len(rollout.response_ids) for group in dropped for rollout in group)
             gathered = self.world.gather((len(kept), Counter(found)))
             num_kept = [count for count, _ in gathered]
             of_this_round = sum((counts for _, counts in gathered), Counter())
@@ -110,21 +110,21 @@ class Collector:
         self.carried = [[_stale(rollout) for rollout in group] for group in surplus]
         if not self.filter_groups.keep_surplus:
             self.carried = []
-            tokens["dropped"] += sum(len(rollout.response_ids) for group in surplus for rollout in group)
-        self._report(metrics, label, step, rounds, verdicts, tokens["dropped"])
+            wasted += sum(len(rollout.response_ids) for group in surplus for rollout in group)
+        self._report(metrics, label, step, rounds, verdicts, wasted)
         chosen_groups = [group for group in kept if group[0].sample.uid in chosen]
         return chosen_groups, step.mini_batch_size, len(step.uids), scored
 
     def _report(
-        self, metrics: Metrics, label: str, step: StepGroups, rounds: int, verdicts: Counter[Verdict], dropped: int
+        self, metrics: Metrics, label: str, step: StepGroups, rounds: int, verdicts: Counter[Verdict], wasted: int
     ) -> None:
         metrics.set("train/num_gen_batches", rounds)
         for verdict in ("kept", "all_right", "all_wrong", "out_of_band", "failed"):
             metrics.set(f"filter_groups/{verdict}", verdicts[verdict])
         metrics.set("filter_groups/trained", len(step.uids))
-        metrics.set("filter_groups/carried", len(step.surplus) if self.filter_groups.keep_surplus else 0)
-        metrics.add_sum("filter_groups/wasted_tokens", dropped)
         keep = self.filter_groups.keep_surplus
+        metrics.set("filter_groups/carried", len(step.surplus) if keep else 0)
+        metrics.add_sum("filter_groups/wasted_tokens", wasted)
         if line := shortage(step, target=self.prompts_per_step, rounds=rounds, counts=verdicts, keep_surplus=keep):
             self.run.say(f"{label}: {line}")
 

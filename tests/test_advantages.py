@@ -1,14 +1,11 @@
-"""Advantages: hand-worked numbers, slow loops over random steps, exact zeros, masks, and 1, 2 and 3 real processes."""
+"""Advantages: hand-worked numbers, slow loops over random steps, exact zeros, masks; ranks: test_advantage_ranks.py."""
 
 import math
 import statistics
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as torch_dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +19,7 @@ from lib.advantages import (
     gae,
     whiten,
 )
-from lib.dist import SINGLE, World
+from lib.dist import SINGLE
 from lib.errors import UserError
 from lib.shaping import make_token_level_rewards
 from lib.types import Batch
@@ -468,50 +465,3 @@ def test_a_discount_outside_0_to_1_is_refused(bad):
     ):
         with pytest.raises(UserError, match=rf"--advantage.{field} is out of range.*from 0 to 1"):
             replace(advantage, **{field: bad})
-
-
-# ---- Ranks ----
-
-
-def results_of(world):
-    """Every advantage's numbers by uid and index; rows are spread over ranks so that groups are torn apart."""
-    results = {}
-    for seed in range(3):
-        batch = random_step(seed, groups=9, steps=40)
-        owners = (torch.arange(len(batch)) * 7 // 3 + seed) % world.size
-        mine = (owners == world.rank).nonzero().flatten()
-        if world.size == 3 and seed == 2:  # a rank without rows
-            mine = (owners.clamp(max=1) == world.rank).nonzero().flatten()
-        part = {k: None if v is None else v[mine] for k, v in vars(batch).items()}
-        width = int(part["response_mask"].any(0).nonzero().max()) + 1 if len(mine) else 0
-        part = {k: v[:, :width] if v is not None and v.dim() == 2 else v for k, v in part.items()}
-        for name, advantage in VARIANTS.items():
-            for kind, tensor in zip(("advantages", "returns"), advantage(Batch(**part), world), strict=True):
-                for uid, index, row in zip(part["uids"].tolist(), part["indices"].tolist(), tensor, strict=True):
-                    padded = torch.nn.functional.pad(row, (0, 40 - width))
-                    results[seed, name, kind, uid, index] = padded.tolist()
-    return results
-
-
-def run_rank(rank, size, folder):
-    torch.set_num_threads(1)
-    torch_dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
-    )
-    world = World(rank=rank, size=size, local_rank=rank, device=torch.device("cpu"))
-    torch.save(results_of(world), f"{folder}/{size}_{rank}.pt")
-    torch_dist.destroy_process_group()
-
-
-def test_advantages_are_the_same_to_the_bit_on_1_2_and_3_ranks(tmp_path):
-    launched = [
-        mp.start_processes(run_rank, (size, tmp_path), size, join=False, start_method="spawn") for size in (2, 3)
-    ]
-    alone = results_of(SINGLE)
-    for size, context in zip((2, 3), launched, strict=True):
-        while not context.join():
-            pass
-        together = {}
-        for rank in range(size):
-            together |= torch.load(f"{tmp_path}/{size}_{rank}.pt")
-        assert together == alone

@@ -1,0 +1,75 @@
+"""train_ppo.py with real engines under torchrun: a critic's warm-up, what is compared in it, and wrong input."""
+
+import pytest
+
+from lib.tracking import read_metrics
+from tests.ranks import torchrun
+from tests.tiny import make_model, make_questions, make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, its tokenizer and training questions."""
+    folder = tmp_path_factory.mktemp("ppo")
+    make_model(folder / "model")
+    make_tokenizer(folder / "model")
+    make_questions(folder / "train.parquet", count=40, start=0)
+    return folder
+
+
+def ppo(folder, run, *more):
+    """A finished run of 3 steps on 2 ranks, in the first of which only the critic learns."""
+    return torchrun(
+        2, "train_ppo.py", "--model.path", str(folder / "model"), "--data.train-files", str(folder / "train.parquet"),
+        "--data.max-prompt-len", "24", "--rollout.max-response-len", "12", "--rollout.n", "2", "--prompts-per-step",
+        "8", "--mini-batch-size", "16", "--max-tokens-per-gpu", "80", "--num-steps", "3", "--optim.lr", "1e-3",
+        "--critic.optim.lr", "1e-2", "--critic.warmup-steps", "1", "--critic.update-epochs", "2", "--reward.path",
+        "recipes/hash_reward.py", "--reward.num-workers", "1", "--run-dir", str(folder / run), *more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def steps(folder):
+    """The metrics of each step."""
+    done = ppo(folder, "run")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "critic explains" in done.stdout
+    return [row for row in read_metrics(folder / "run") if row["step"] > 0]
+
+
+def test_only_the_critic_learns_in_its_warm_up(steps):
+    assert ["actor/grad_norm" in row for row in steps] == [False, True, True]
+    assert all(row["critic/grad_norm"] > 0 and row["critic/skipped_updates"] == 0 for row in steps)
+    assert [row["actor/lr"] for row in steps] == [1e-3] * 3 and [row["critic/lr"] for row in steps] == [1e-2] * 3
+    assert steps[0]["critic/values/max"] == 0 != steps[1]["critic/values/max"]  # its head starts at zero
+    assert steps[2]["critic/vf_loss"] < steps[0]["critic/vf_loss"]
+
+
+def test_engine_and_trainer_are_compared_in_every_step_also_while_the_policy_rests(steps):
+    for row in steps:
+        assert row["training/rollout_probs_diff_valid"] == 1
+        assert 0 < row["training/rollout_log_probs_diff/max"] < 1e-4
+
+
+def test_a_rejection_of_every_response_does_not_hide_the_comparison(folder):
+    done = ppo(folder, "rejected", "--correction.reject", '{"seq_max_k2": 1e-300}', "--num-steps", "2")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = [row for row in read_metrics(folder / "rejected") if row["step"] > 0]
+    assert all(row["training/excluded_ratio"] > 0.9 for row in rows)
+    assert all(row["training/rollout_probs_diff_valid"] == 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--critic.warmup-steps", "3"), "--critic.warmup-steps 3 leaves the policy no step to learn"),
+        (("--critic.model.path", "/nowhere/at/all"), "--critic.model.path"),
+        (("--critic.max-tokens-per-gpu", "35"), "--critic.max-tokens-per-gpu 35 is smaller than one sequence"),
+        (("--advantage", "grpo"), "--advantage GroupAdvantage reads no values"),
+    ],
+)
+def test_wrong_input_ends_both_ranks_with_one_line(folder, words, said):
+    done = ppo(folder, "wrong", *words)
+    assert done.returncode != 0 and not (folder / "wrong").exists()
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert len(lines) == 1 and lines[0].startswith("error[2] ") and said in lines[0], done.stderr[-2000:]
