@@ -238,8 +238,9 @@ class OptimalTokenBaselineAdvantage(Advantage):
     estimator of that name. The baseline at a position weighs the group's rewards to come by W: the sum, up to there,
     of 1 - 2 pi + sum(pi^2), the squared norm of the gradient of log pi in the logits, times the square of the
     importance weight if there is one. Positions count the tokens that the policy chose, as verl's variant for tools
-    does. A response alone at a position, the longest one's end or a group of one, has nothing to be compared with
-    there: baseline 0. Where all rewards to come are equal the advantage is exactly 0, also where W vanishes.
+    does. A response alone at a position, the longest one's end, has nothing to be compared with there: baseline 0; one
+    that is all of its group gets 0, as under every other group advantage. Where all rewards to come are equal the
+    advantage is exactly 0, also where W vanishes.
     """
 
     needs_group: ClassVar[bool] = True
@@ -284,7 +285,8 @@ def _less_token_baseline(rows: StepRows, lens: Tensor, returns: Tensor, weights:
     cells = Groups(rows.groups.ids.repeat_interleave(lens) * width + positions, rows.groups.num_groups * width)
     compared = cells.centred(returns, weights, WEIGHT_EPSILON)
     advantages = torch.empty_like(returns)
-    advantages[order] = torch.where(cells.sizes() > 1, compared, returns)
+    is_group = (rows.groups.sizes() > 1).repeat_interleave(lens)
+    advantages[order] = torch.where(cells.sizes() > 1, compared, torch.where(is_group, returns, 0))
     return advantages
 
 

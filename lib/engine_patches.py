@@ -99,6 +99,15 @@ def short_cuts(engine: Any) -> Iterator[None]:
         LogprobsProcessor._update_sample_logprobs = file_log_probs
 
 
+def unfinished_requests(engine: Any) -> list[tuple[str, list[int], Any]]:
+    """(name, sampled ids, their log-probs) of the requests for one response each that have not ended."""
+    states = engine.output_processor.request_states.values()
+    return [
+        (state.external_req_id, list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs)
+        for state in states
+    ]
+
+
 @contextmanager
 def restored_host_state() -> Iterator[None]:
     """Undoes what the engine does to its host process: random states, matmul precision, threads, collector."""

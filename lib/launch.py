@@ -132,11 +132,17 @@ def describe(
         num_prompts=len(train_set),
     )
     filtering = f"\ngroups       {cfg.filter_groups.in_words(cfg.prompts_per_step)}" if cfg.filter_groups.enable else ""
+    partial = (
+        f"\npartial      a step ends when {cfg.rollout.partial_share:.0%} of its responses have; the others go on in "
+        f"the next one, each at most {cfg.rollout.max_continued} time(s)"
+        if cfg.rollout.partial_share < 1
+        else ""
+    )
     return (
         f"model        {model_files.folder} ({model_files.num_parameters / 1e6:,.1f} M parameters), "
         f"{cfg.model.compute_dtype(world)} on {world.size} x {world.device.type}\n"
         f"data         {len(train_set)} training prompts{dropped}{shortened}, longest {train_set.longest} tokens; "
         f"{len(val_set)} validation prompts\n{ladder}\n"
         f"correction   {cfg.correction.in_words(log_probs=cfg.rollout.log_probs)}"
-        f"{filtering}"
+        f"{filtering}{partial}"
     )

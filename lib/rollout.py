@@ -9,17 +9,24 @@ It does not gather weights (weight_sync.py), does not score, and never re-tokeni
 
 import gc
 import hashlib
+import math
 import os
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lib.dist import World
-from lib.engine_patches import TokenIds, restored_host_state, short_cuts, unpacked_cpu_weights
+from lib.engine_patches import (
+    TokenIds,
+    restored_host_state,
+    short_cuts,
+    unfinished_requests,
+    unpacked_cpu_weights,
+)  # fmt: skip
 from lib.errors import UserError
 from lib.types import Rollout, Sample
 
@@ -64,6 +71,12 @@ class RolloutConfig:
     """Neither compile nor capture graphs in the engine: starts faster, samples slower."""
     enable_prefix_caching: bool = True
     """Compute the prompt of a group once."""
+    partial_share: float = 1.0
+    """Share of a step's responses after which it ends, in (0, 1]; the others go on in the next step, under its weights;
+    1: every step waits for its longest response."""
+    max_continued: int = 2
+    """Most times that a response is interrupted and continued, with --rollout.partial-share below 1; a step waits for
+    those that were."""
     sleep: bool = True
     """Free the engine's GPU memory while training; turning it off keeps weights and KV cache resident."""
     cpu_kv_cache_gib: float = 1.0
@@ -80,6 +93,8 @@ class RolloutConfig:
         _require("stop", self.stop, all(self.stop), "texts that are not empty")
         _require("temperature", self.temperature, MIN_TEMPERATURE <= self.temperature < 100,
                  f"at least {MIN_TEMPERATURE}, and below 100")  # fmt: skip
+        _require("partial_share", self.partial_share, 0 < self.partial_share <= 1, "in (0, 1]")
+        _require("max_continued", self.max_continued, self.max_continued >= 1, "at least 1")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
         _require("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more")
         _require(
@@ -256,25 +271,65 @@ class RolloutEngine:
         Executed by all ranks of a replica with the same prompts in the same order. A group has `sampling.n` rollouts,
         in index order. The host's random states are as before the call once it ends.
         """
-        assert self._awake == {"weights", "kv_cache"}, f"generate needs an engine that is awake, not {self._awake}"
-        pending: dict[str, Sample] = {}
-        for sample in samples:
-            request = f"{self._request_count}"
-            self._request_count += 1
-            pending[request] = sample
-            params = self._sampling_params(sampling, sample, stream)
-            self._engine.add_request(request, {"prompt_token_ids": sample.prompt_ids}, params)
+        pending = {self._submit(s.prompt_ids, self._sampling_params(sampling, s, stream)): s for s in samples}
+        for output in self._outputs(list(pending), lambda: False):
+            yield _to_rollouts(output, pending.pop(output.request_id), sampling)
+        assert not pending, f"{len(pending)} requests ended without an output"
+
+    def generate_partly(
+        self, rollouts: list[Rollout], sampling: Sampling, *, share: float, max_continued: int
+    ) -> Iterator[Rollout]:
+        """The responses one by one as they end, continued from what they have; at last those that did not end.
+
+        `rollouts` are unfinished ones, new ones without any token. Sampling stops after the engine step in which
+        `share` of them have ended, among them all that were continued `max_continued` times. The others come back
+        `unfinished`, with the tokens sampled so far. Executed by all ranks of a replica with the same rollouts.
+        """
+        pending = {}
+        for rollout in rollouts:
+            num_old, sample = len(rollout.response_ids), rollout.sample
+            params = self._sampling_params(sampling, sample, "train", num_generated=num_old)
+            params.n, params.seed = 1, params.seed + rollout.index
+            params.max_tokens -= num_old
+            prompt_ids = sample.prompt_ids + rollout.response_ids
+            pending[self._submit(prompt_ids, params)] = replace(rollout, num_stale=num_old)
+        most = len(pending) - math.ceil(share * len(pending))  # that may stay unfinished
+
+        def enough() -> bool:
+            return len(pending) <= most and all(r.num_continued < max_continued for r in pending.values())
+
+        requests = list(pending)
+        for output in self._outputs(requests, enough):
+            [response] = output.outputs
+            rollout = pending.pop(output.request_id)
+            yield _extended(rollout, response.token_ids, response.logprobs, response.finish_reason)
+        left = unfinished_requests(self._engine)
+        assert {request for request, _, _ in left} == set(pending), "the engine lost a request"
+        self._engine.abort_request(list(pending))
+        for request, ids, log_probs in left:
+            rollout = pending[request]
+            yield replace(_extended(rollout, ids, log_probs, "unfinished"), num_continued=rollout.num_continued + 1)
+
+    def _submit(self, prompt_ids: list[int], params: Any) -> str:
+        """Gives the engine a request; its name."""
+        assert self._awake == {"weights", "kv_cache"}, f"sampling needs an engine that is awake, not {self._awake}"
+        request = f"{self._request_count}"
+        self._request_count += 1
+        self._engine.add_request(request, {"prompt_token_ids": prompt_ids}, params)
+        return request
+
+    def _outputs(self, requests: list[str], enough: Callable[[], bool]) -> Iterator[Any]:
+        """Their finished outputs, until all have ended or, after a step of the engine, it is enough."""
         # Sampling draws from the host's random state even with a seed per request.
         try:
             with restored_host_state(), short_cuts(self._engine):
-                while self._engine.has_unfinished_requests():
+                while self._engine.has_unfinished_requests() and not enough():
                     for output in self._engine.step():
                         if output.finished:
-                            yield _to_rollouts(output, pending.pop(output.request_id), sampling)
+                            yield output
         except BaseException:  # whoever iterates has stopped early: nothing may run on into the next call
-            self._engine.abort_request(list(pending))
+            self._engine.abort_request(requests)
             raise
-        assert not pending, f"{len(pending)} requests ended without an output"
 
     def generate_raw(self, samples: list[Sample], sampling: Sampling) -> tuple[float, int]:
         """Seconds and response tokens of vLLM's own `LLM.generate` on the same requests: the yardstick."""
@@ -295,7 +350,7 @@ class RolloutEngine:
         config = self._engine.vllm_config.cache_config
         return config.num_gpu_blocks * config.block_size
 
-    def _sampling_params(self, sampling: Sampling, sample: Sample, stream: str) -> Any:
+    def _sampling_params(self, sampling: Sampling, sample: Sample, stream: str, *, num_generated: int = 0) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -311,7 +366,7 @@ class RolloutEngine:
             frequency_penalty=0.0,
             max_tokens=sampling.max_response_len,
             # Also when greedy: a request without a seed draws one from the host's random state.
-            seed=request_seed(self.seed, sample.uid, stream=stream),
+            seed=request_seed(self.seed, sample.uid, num_generated, stream),
             stop=list(self.cfg.stop) or None,
             stop_token_ids=None if self.cfg.ignore_eos else self._stop_token_ids,
             ignore_eos=self.cfg.ignore_eos,
@@ -353,6 +408,18 @@ def _to_rollouts(output: Any, sample: Sample, sampling: Sampling) -> list[Rollou
             )
         )
     return group
+
+
+def _extended(rollout: Rollout, ids: Sequence[int], log_probs: Any, finish_reason: str) -> Rollout:
+    """The response with what was sampled since, and how that ended."""
+    assert finish_reason in ("stop", "length", "unfinished"), f"the engine ended a response by {finish_reason}"
+    assert len(log_probs.logprobs) == len(ids), "the engine reported another number of log-probs"
+    return replace(
+        rollout,
+        response_ids=[*rollout.response_ids, *ids],
+        rollout_log_probs=[*rollout.rollout_log_probs, *log_probs.logprobs],
+        finish_reason=finish_reason,
+    )
 
 
 def _build(

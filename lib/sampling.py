@@ -1,4 +1,4 @@
-"""A step's scored responses: rounds of sampling and scoring, greedy baselines, groups carried over to the next step.
+"""A step's scored responses: rounds of sampling and scoring, greedy baselines, what goes on in the next step.
 
 The scripts call `Collector.collect` for the phases Rollout and Reward; which rounds, baselines and leftovers there are
 follows from the config, so every algorithm shares one loop.
@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 from lib.data import PromptStream
@@ -39,7 +38,7 @@ class Collected:
 
 
 class Collector:
-    """Samples and scores the prompts of one step after the other. Its state is the groups left over."""
+    """Samples and scores the prompts of one step after the other. Its state is what a step leaves to the next."""
 
     def __init__(
         self, engine: RolloutEngine, scorer: Scorer, prompts: PromptStream, tokenizer: Any, *, rollout: RolloutConfig,
@@ -54,6 +53,10 @@ class Collector:
         self.with_greedy, self.mask_truncated, self.run, self.world = with_greedy, mask_truncated, run, world
         self.carried: list[Group] = []
         """Groups with a signal that earlier steps did not need; each on the rank that sampled it."""
+        self.unfinished: list[Rollout] = []
+        """Partial rollouts: responses that the next step continues; the same on all ranks of a replica."""
+        self.open_groups: dict[int, Group] = {}
+        """By uid, the scored responses to prompts that also have unfinished ones; on the rank that sampled them."""
         self._share_kept = 1.0  # of the groups sampled last, those with a signal: how many to ask for
 
     def collect(self, metrics: Metrics, *, label: str) -> Collected:
@@ -63,6 +66,7 @@ class Collector:
         """
         choose = self._choose_groups if self.filter_groups.enable else self._take_all
         groups, mini_batch_size, num_groups, scored = choose(metrics, label)
+        num_responses = num_groups * self.rollout.n
         for name, count in self._check_errors(scored).items():
             metrics.set(name, count)
         for text, count in error_counts(scored).items():
@@ -71,13 +75,21 @@ class Collector:
         return Collected(
             rollouts=rollouts,
             mini_batch_size=mini_batch_size,
-            num_mini_batches=num_groups * self.rollout.n // mini_batch_size if mini_batch_size else 0,
+            num_mini_batches=math.ceil(num_responses / mini_batch_size) if mini_batch_size else 0,
             any_stale=any(self.world.gather(any(rollout.num_stale for rollout in rollouts))),
         )
 
     def _take_all(self, metrics: Metrics, label: str) -> tuple[list[Group], int, int, list[Rollout]]:
         groups = self._sample(self.prompts_per_step, metrics, label)
-        return groups, self.mini_batch_size, self.prompts_per_step, [rollout for group in groups for rollout in group]
+        rollouts = [rollout for group in groups for rollout in group]
+        if self.rollout.partial_share == 1:
+            return groups, self.mini_batch_size, self.prompts_per_step, rollouts
+        # As many groups as happened to end: the mini-batches keep their number, their size follows.
+        num_groups = sum(self.world.gather(len(groups)))
+        share = num_groups / self.prompts_per_step
+        if not num_groups:
+            self.run.say(f"{label}: no group has all its responses yet: the step is skipped")
+        return groups, math.ceil(self.mini_batch_size * share), num_groups, rollouts
 
     def _choose_groups(self, metrics: Metrics, label: str) -> tuple[list[Group], int, int, list[Rollout]]:
         """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): rounds until enough groups have a signal."""
@@ -137,17 +149,30 @@ class Collector:
         return judge(metric_values(trains, self.filter_groups.metric), self.filter_groups)
 
     def _sample(self, num_prompts: int, metrics: Metrics, label: str) -> list[Group]:
-        """This rank's scored groups of the next prompts; none on ranks that only lend a replica their GPU."""
+        """This rank's scored groups of the next prompts, and older ones that end now, without those that do not.
+
+        None on ranks that only lend a replica their GPU.
+        """
         samples = self.engine.share(self.prompts.next(num_prompts))
-        total = len(samples) * (2 if self.with_greedy else 1)
+        total = math.ceil(self.rollout.partial_share * (len(self.unfinished) + len(samples) * self.rollout.n))
+        if self.rollout.partial_share == 1:
+            total = len(samples)
+        total += len(samples) if self.with_greedy else 0
         with metrics.time("gen"), self.run.progress(f"{label}: sampling", total) as advance:
-            self._generate(samples, training_sampling(self.rollout), "train", advance, offset=0)
+            if self.rollout.partial_share == 1:
+                self._generate(samples, training_sampling(self.rollout), "train", advance, offset=0)
+            else:
+                self._generate_partly(samples, metrics, advance)
             if self.with_greedy:
                 greedy = Sampling(n=1, max_response_len=self.rollout.max_response_len, temperature=0.0)
                 self._generate(samples, greedy, "greedy", advance, offset=self.rollout.n)
         with metrics.time("reward"):  # the workers scored during sampling; only the last responses are still missing
-            rollouts = sorted(self.scorer.collect(), key=lambda r: (r.sample.uid, r.index))
-        groups = [list(group) for _, group in groupby(rollouts, key=lambda r: r.sample.uid)]
+            for rollout in self.scorer.collect():
+                self.open_groups.setdefault(rollout.sample.uid, []).append(rollout)
+        open_uids = {rollout.sample.uid for rollout in self.unfinished}
+        ended = sorted(self.open_groups.keys() - open_uids)
+        groups = [sorted(self.open_groups.pop(uid), key=lambda r: r.index) for uid in ended]
+        self.open_groups = {uid: [_stale(r) for r in group] for uid, group in self.open_groups.items()}
         if not self.with_greedy:
             return groups
         metrics.add_mean("remax/greedy_score", *_sum_and_count(group[-1] for group in groups))
@@ -158,11 +183,33 @@ class Collector:
     ) -> None:
         """Hands every response to the scorer as it comes, its index raised by `offset`."""
         for group in self.engine.generate(samples, sampling, stream=stream):
-            if self.engine.is_leader:  # tensor-parallel ranks sample the same; one of them speaks
-                for rollout in group:
-                    text = decode(self.tokenizer, rollout.response_ids)
-                    self.scorer.submit(replace(rollout, index=rollout.index + offset), text)
+            for rollout in group:
+                self._submit(replace(rollout, index=rollout.index + offset))
             advance()
+
+    def _generate_partly(self, samples: list[Sample], metrics: Metrics, advance: Callable[[], None]) -> None:
+        """The same for the responses that end in this step, of new prompts and of older ones."""
+        new = [
+            Rollout(sample=sample, index=index, response_ids=[], rollout_log_probs=[], finish_reason="unfinished")
+            for sample in samples
+            for index in range(self.rollout.n)
+        ]
+        continued, self.unfinished = self.unfinished, []
+        for rollout in self.engine.generate_partly(
+            [*continued, *new], training_sampling(self.rollout), share=self.rollout.partial_share,
+            max_continued=self.rollout.max_continued,
+        ):  # fmt: skip
+            if rollout.finish_reason == "unfinished":
+                self.unfinished.append(rollout)
+            else:
+                self._submit(rollout)
+                advance()
+        for name, rollouts in (("continued", continued), ("unfinished", self.unfinished)):
+            metrics.add_sum(f"partial/{name}", len(rollouts) if self.engine.is_leader else 0)
+
+    def _submit(self, rollout: Rollout) -> None:
+        if self.engine.is_leader:  # tensor-parallel ranks sample the same; one of them speaks
+            self.scorer.submit(rollout, decode(self.tokenizer, rollout.response_ids))
 
 
 def _stale(rollout: Rollout) -> Rollout:

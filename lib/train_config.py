@@ -105,19 +105,7 @@ class TrainConfig:
                 f"--rollout.n {self.rollout.n} is too small to filter groups; --filter-groups.enable True; the "
                 "responses of a prompt must differ, expected at least 2; set --rollout.n 8"
             )
-        if self.filter_groups.enable and self.filter_groups.keep_surplus and not self.rollout.log_probs:
-            raise UserError(
-                "groups kept for the next step need the log-probs of the policy that sampled them; "
-                "--filter-groups.keep-surplus; found --rollout.log-probs False, expected True; leave that out, or set "
-                "--filter-groups.keep-surplus False"
-            )
-        corrected = self.loss.has_ratio or self.correction.bypass  # whose weights follow the current policy
-        if self.filter_groups.enable and self.filter_groups.keep_surplus and not corrected:
-            raise UserError(
-                f"--loss {type(self.loss).__name__} has no ratio to correct groups kept for the next step, "
-                "which older weights sampled; --filter-groups.keep-surplus; expected a loss with a ratio; set "
-                "--filter-groups.keep-surplus False, or choose another loss"
-            )
+        self._check_older_responses()
         if self.overlong.buffer_len > self.rollout.max_response_len:
             raise UserError(
                 f"--overlong.buffer-len {self.overlong.buffer_len} is longer than a response; length shaping; found "
@@ -142,6 +130,33 @@ class TrainConfig:
                 f"--max-tokens-per-gpu {self.max_tokens_per_gpu} is smaller than one sequence; found "
                 f"--data.max-prompt-len {self.data.max_prompt_len} + --rollout.max-response-len "
                 f"{self.rollout.max_response_len} = {longest}; expected at least {longest}; raise it"
+            )
+
+    def _check_older_responses(self) -> None:
+        """What is needed to learn from responses that older weights sampled."""
+        if self.rollout.partial_share < 1:
+            what = "responses continued in the next step"
+            flag, remedy = "--rollout.partial-share", "--rollout.partial-share 1"
+            if self.rollout.stop:
+                raise UserError(
+                    f"a stop string would be missed where a response is interrupted; {flag} "
+                    f"{self.rollout.partial_share}; found --rollout.stop {' '.join(map(repr, self.rollout.stop))}, "
+                    "expected none; leave out one of the two"
+                )
+        elif self.filter_groups.enable and self.filter_groups.keep_surplus:
+            what = "groups kept for the next step"
+            flag, remedy = "--filter-groups.keep-surplus", "--filter-groups.keep-surplus False"
+        else:
+            return
+        if not self.rollout.log_probs:
+            raise UserError(
+                f"{what} need the log-probs of the policy that sampled them; {flag}; found --rollout.log-probs False, "
+                f"expected True; leave that out, or set {remedy}"
+            )
+        if not (self.loss.has_ratio or self.correction.bypass):  # else the weights follow the current policy
+            raise UserError(
+                f"--loss {type(self.loss).__name__} has no ratio to correct {what}, which older weights sampled; "
+                f"{flag}; expected a loss with a ratio; set {remedy}, or choose another loss"
             )
 
     @property

@@ -50,12 +50,14 @@ class Rollout:
     rollout_log_probs: list[float] | None
     """As the engine reported them, per response token; None with --rollout.log-probs False."""
     finish_reason: str
-    """`stop` (an end-of-sequence id or stop string) or `length` (the limit)."""
+    """`stop` (an end-of-sequence id or stop string), `length` (the limit), or `unfinished` (partial rollouts)."""
     score: Score | None = None
     greedy_score: float | None = None
     """Score of a greedy response to the same prompt, where the algorithm asks for one."""
     num_stale: int = 0
     """Tokens at the start that an older policy sampled; their rollout_log_probs are that policy's."""
+    num_continued: int = 0
+    """How often it was interrupted so far (partial rollouts)."""
 
 
 @dataclass(frozen=True, kw_only=True)

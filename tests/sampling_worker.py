@@ -18,7 +18,7 @@ from lib.fsdp import FSDPConfig, load_policy
 from lib.groups import GroupFilterConfig
 from lib.metrics import Metrics, mismatch_metrics
 from lib.model import ModelConfig
-from lib.rollout import RolloutConfig, RolloutEngine, Sampling
+from lib.rollout import RolloutConfig, RolloutEngine, Sampling, request_seed
 from lib.sampling import Collector
 from lib.scoring import RewardConfig, Scorer
 from lib.tracking import Run, TrackingConfig
@@ -28,6 +28,8 @@ from tests.ranks import ROOT
 NUM_ALONE = 24
 """Prompts that one rank also samples one by one."""
 RESPONSE_LEN = 12
+STOP_IDS = [11, 17, 23, 29, 31]
+MANY_STOP_IDS = list(range(5, 200, 6))  # of the partial cases: their responses must end at many lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class Case:
     with_greedy: bool = False
     max_error_rate: float = 1.0
     num_rows: int | None = None
+    partial_share: float = 1.0
+    max_continued: int = 2
 
 
 def filtered(**options) -> GroupFilterConfig:
@@ -74,6 +78,17 @@ CASES = {
     "a failure in a small round": Case(reward="that_fails_twice_for_row_7", max_error_rate=0.15, steps=2),
     "failures": Case(reward="that_fails", max_error_rate=0.05),
 }  # fmt: skip
+PARTIAL_CASES = {
+    "partial": Case(reward="of_all", steps=5, filter_groups=ALL, partial_share=0.6),
+    "partial, bounded": Case(reward="of_all", steps=5, filter_groups=ALL, partial_share=0.3, max_continued=1),
+    "partial, many mini-batches": Case(
+        reward="of_all", steps=4, filter_groups=ALL, partial_share=0.7, n=3, mini_batch_size=3
+    ),
+    "partial, filtered": Case(reward="of_even_rows", steps=3, partial_share=0.7),
+    "partial, greedy": Case(
+        reward="that_fails_for_some", steps=3, filter_groups=ALL, with_greedy=True, partial_share=0.6
+    ),
+}
 
 
 def main(folder, out, tp_size, *names):
@@ -82,11 +97,12 @@ def main(folder, out, tp_size, *names):
     data = DataConfig(train_files=(str(folder / "train.parquet"),), max_prompt_len=24)
     tokenizer = load_tokenizer(folder / "model", chat_template_kwargs={})
     prompts = tokenize(data, check_data_files(data), tokenizer, split="train")
+    stop_ids = MANY_STOP_IDS if PARTIAL_CASES.keys() & set(names) else STOP_IDS
     with Run(Path(out).with_suffix(""), TrackingConfig(), world, config={}, num_steps=1) as run:
         engine = RolloutEngine(
             RolloutConfig(tensor_model_parallel_size=int(tp_size), max_response_len=RESPONSE_LEN, max_num_seqs=32,
                           max_num_batched_tokens=2048, temperature=0.9),
-            model, dtype="float32", max_prompt_len=24, most_responses=32, stop_token_ids=[11, 17, 23, 29, 31],
+            model, dtype="float32", max_prompt_len=24, most_responses=32, stop_token_ids=stop_ids,
             world=world, seed=5,
         )  # fmt: skip
         engine.sleep()
@@ -106,7 +122,10 @@ def main(folder, out, tp_size, *names):
         found = {}
         if world.size == 1:
             found = {"alone": alone("train", log_probs=True), "greedy": alone("greedy", n=1, temperature=0.0)}
-        found["cases"] = {name: run_case(CASES[name], engine, policy, tokenizer, prompts, run, world) for name in names}
+        cases = {**CASES, **PARTIAL_CASES}
+        found["cases"] = {name: run_case(cases[name], engine, policy, tokenizer, prompts, run, world) for name in names}
+        if world.size == 1:
+            found["continued"] = continue_alone(engine, prompts, found["cases"].values())
     if world.rank == 0:
         with open(out, "w") as file:
             json.dump(found, file)
@@ -123,7 +142,10 @@ def run_case(case, engine, policy, tokenizer, prompts, run, world):
     if case.num_rows is not None:
         prompts = type(prompts)(**{**vars(prompts), "kept": prompts.kept[: case.num_rows]})
     stream = PromptStream(prompts, seed=0, shuffle=False)
-    rollout = RolloutConfig(n=case.n, max_response_len=RESPONSE_LEN, temperature=0.9)
+    rollout = RolloutConfig(
+        n=case.n, max_response_len=RESPONSE_LEN, temperature=0.9, partial_share=case.partial_share,
+        max_continued=case.max_continued,
+    )  # fmt: skip
     steps = []
     with closing(Scorer(reward, {"test"})) as scorer:
         collector = Collector(
@@ -146,6 +168,32 @@ def run_case(case, engine, policy, tokenizer, prompts, run, world):
     return steps
 
 
+def continue_alone(engine, prompts, cases):
+    """[((uid, index, ids so far), ids to come, their log-probs)] of interrupted responses, by vLLM's own generate."""
+    interrupted = {
+        (uid, index, tuple(ids)): None
+        for steps in cases
+        for step in steps
+        for of_rank in step.get("unfinished", ())
+        for uid, index, ids, _ in of_rank
+    }
+    from vllm import SamplingParams
+
+    found = []
+    for uid, index, ids in interrupted:
+        params = SamplingParams(
+            seed=request_seed(5, uid, len(ids)) + index, max_tokens=RESPONSE_LEN - len(ids), temperature=0.9,
+            stop_token_ids=MANY_STOP_IDS, logprobs=0, detokenize=False,
+        )  # fmt: skip
+        prompt = {"prompt_token_ids": prompts.sample(uid, uid).prompt_ids + list(ids)}
+        [output] = engine._llm.generate([prompt], [params], use_tqdm=False)
+        response = output.outputs[0]
+        pairs = zip(response.token_ids, response.logprobs, strict=True)
+        log_probs = [of_token[token].logprob for token, of_token in pairs]
+        found.append(((uid, index, ids), list(response.token_ids), log_probs))
+    return found
+
+
 def describe(collected, collector, metrics, policy, world):
     """What all ranks collected, and what the trainer makes of it."""
     batch = make_batch(collected.rollouts, world, mini_batch_size=collected.mini_batch_size)
@@ -157,6 +205,7 @@ def describe(collected, collector, metrics, policy, world):
     mismatch_metrics(ours, batch, mismatch)
     rows = [
         {"uid": uid, "index": index, "mini_batch": mini_batch, "engines": old == reported, "trainers": old == own,
+         "num_engines": sum(a == b != c for a, b, c in zip(old, reported, own, strict=True)),
          "difference": sum(abs(a - b) for a, b in zip(own, reported, strict=True)), "tokens": sum(mask)}
         for uid, index, mini_batch, old, reported, own, mask in zip(
             batch.uids.tolist(), batch.indices.tolist(), batch.mini_batch_ids.tolist(),
@@ -166,11 +215,16 @@ def describe(collected, collector, metrics, policy, world):
     ]  # fmt: skip
     rollouts = [
         {"uid": r.sample.uid, "index": r.index, "ids": r.response_ids, "log_probs": r.rollout_log_probs,
-         "score": r.score.score, "error": r.score.error, "greedy": r.greedy_score, "num_stale": r.num_stale}
+         "score": r.score.score, "error": r.score.error, "greedy": r.greedy_score, "num_stale": r.num_stale,
+         "num_continued": r.num_continued, "end": r.finish_reason}
         for r in collected.rollouts
     ]  # fmt: skip
     return {
         "by_rank": world.gather(rollouts),
+        "unfinished": world.gather(
+            [(r.sample.uid, r.index, r.response_ids, r.num_continued) for r in collector.unfinished]
+        ),
+        "open": world.gather({uid: [r.index for r in group] for uid, group in collector.open_groups.items()}),
         "carried": world.gather([group[0].sample.uid for group in collector.carried]),
         "numbers": world.gather((collected.mini_batch_size, collected.num_mini_batches, collected.any_stale)),
         "rows": sorted(

@@ -162,7 +162,7 @@ def slow_token_baseline(row, rows):
                 weight += max(0.0, 1 - 2 * pi + other["sum_pi_squared"][j]) * scale**2
             pairs.append((slow_returns(other, 1.0)[k], weight))
         baseline = sum(g * w for g, w in pairs) / (sum(w for _, w in pairs) + 1e-8) if len(there) > 1 else 0.0
-        advantages.append(to_come - baseline)
+        advantages.append(to_come - baseline if len(group) > 1 else 0.0)
     return advantages
 
 
