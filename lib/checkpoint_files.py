@@ -7,7 +7,7 @@
 
 Files of a published checkpoint are never written again. One run writes into RUN at a time, one save after the other;
 readers (`find_checkpoints`, `check`, `verify`) may be anywhere. With several ranks, each hashes the files that it wrote
-(`hash_file`), and one of them calls `stage`, `publish`, `discard` and `prune`.
+(`hash_files`), and one of them calls `stage`, `publish`, `discard` and `prune`.
 """
 
 import errno
@@ -158,6 +158,14 @@ def hash_file(path: Path, *, sync: bool = False) -> FileEntry:
         return FileEntry(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
+def hash_files(folder: Path, names: Iterable[str], *, sync: bool = False) -> dict[str, FileEntry]:
+    """{name: `hash_file`} of files below the folder, read by several threads."""
+    names = list(names)
+    with disk_errors(folder), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        entries = pool.map(lambda name: hash_file(folder / name, sync=sync), names)
+        return dict(zip(names, entries, strict=True))
+
+
 def publish(
     staging: Path,
     final: Path,
@@ -286,18 +294,15 @@ def check(folder: Path) -> Manifest:
 def verify(folder: Path, names: Iterable[str] | None = None) -> Manifest:
     """The manifest of a checkpoint that is whole: `check`, and the bytes of the named files (of all by default).
 
-    Ranks divide the work by `names=share(check(folder).files, rank, size)`. Files are read in several threads.
-    Raises as `check` does.
+    Ranks divide the work by `names=share(check(folder).files, rank, size)`. Raises as `check` does.
     """
     manifest = check(folder)
-    names = list(manifest.files if names is None else names)
-    with disk_errors(folder), ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for name, found in zip(names, pool.map(lambda name: hash_file(folder / name), names), strict=True):
-            if found.hash != manifest.files[name].hash:
-                raise DamagedCheckpoint(
-                    f"a file was changed after it was written; {folder / name}; found SHA-256 {found.hash[:16]}..., "
-                    f"expected {manifest.files[name].hash[:16]}...; {USE_ANOTHER}"
-                )
+    for name, found in hash_files(folder, manifest.files if names is None else names).items():
+        if found != manifest.files[name]:
+            raise DamagedCheckpoint(
+                f"a file was changed after it was written; {folder / name}; found SHA-256 {found.hash[:16]}..., "
+                f"expected {manifest.files[name].hash[:16]}...; {USE_ANOTHER}"
+            )
     return manifest
 
 
