@@ -33,7 +33,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 OPTIMIZER_FOLDERS = ("actor/optim", "critic/optim")
 FORMAT = 1
 STEP_FOLDER = re.compile(r"global_step_(0|[1-9][0-9]*)")
-TEMPORARY = re.compile(rf"\.(tmp|trash)-({STEP_FOLDER.pattern}|optim|{re.escape(MANIFEST)}|{re.escape(LATEST)})-.*")
+TEMPORARY = re.compile(rf"\.(?:tmp|trash)-({STEP_FOLDER.pattern}|optim|{re.escape(MANIFEST)}|{re.escape(LATEST)})-.*")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 USE_ANOTHER = "restore it from a copy, or use another checkpoint of the run"
 
@@ -119,7 +119,7 @@ def stage(run_dir: Path, step: int, run_id: str) -> Path:
     """
     staging = run_dir / f".tmp-global_step_{step}-{re.sub(r'[^0-9A-Za-z]', '_', run_id)}"
     with disk_errors(run_dir):
-        _sweep(run_dir, "tmp", "trash")
+        _sweep(run_dir)
         _make_way(checkpoint_path(run_dir, step))
         staging.mkdir(parents=True)
     return staging
@@ -398,7 +398,7 @@ def prune(
     measured = [found for found in whole if metric in found.manifest.metrics]
     best = sorted(measured, key=lambda found: (-found.manifest.metrics[metric], found.step))[:keep_best]
     kept_steps = {found.step for found in (*whole[:keep_last], *best)}
-    warnings = _sweep(run_dir, "trash")
+    warnings: list[str] = []
     for place, found in enumerate(whole):
         if os.path.realpath(found.path) in protected:
             continue
@@ -442,11 +442,11 @@ def _delete(path: Path, run_dir: Path) -> list[str]:
     return _remove(trash)
 
 
-def _sweep(run_dir: Path, *kinds: str) -> list[str]:
-    """Deletes what a killed save or deletion left; only names that this module gives."""
-    names = sorted(os.listdir(run_dir)) if run_dir.exists() else []
-    leftovers = [name for name in names if (match := TEMPORARY.fullmatch(name)) and match[1] in kinds]
-    return [warning for name in leftovers for warning in _remove(run_dir / name)]
+def _sweep(run_dir: Path) -> None:
+    """Deletes what a killed save or deletion left, as far as that is possible; only names that this module gives."""
+    for name in os.listdir(run_dir) if run_dir.exists() else []:
+        if TEMPORARY.fullmatch(name):
+            _remove(run_dir / name)
 
 
 def _remove(path: Path) -> list[str]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from lib.checkpoint_files import (
     FileEntry,
     checkpoint_path,
@@ -25,6 +27,7 @@ NAMES = (
     "actor/huggingface/config.json",
     "actor/huggingface/extra/template.jinja",
 )
+INVENTORY = {"seed": 1, "sizes": [2.5, None, "é"]}
 OPTIMIZER = ("actor/optim/shard-00001.safetensors", "actor/optim/shard-00002.safetensors")
 
 
@@ -47,7 +50,7 @@ def write(staging: Path, step: int, size: int = 300) -> dict[str, FileEntry]:
 def save(run: Path, step: int, metrics: dict[str, float] | None = None, size: int = 300) -> Path:
     staging = stage(run, step, "first/run:1")
     final = checkpoint_path(run, step)
-    publish(staging, final, write(staging, step, size), inventory={"seed": 1, "sizes": [2.5, None]}, metrics=metrics)
+    publish(staging, final, write(staging, step, size), inventory=INVENTORY, metrics=metrics)
     return final
 
 
@@ -87,6 +90,27 @@ def exit_status(child: int) -> int:
 def in_child(body: Callable[[], None], *, user: int | None = None) -> int:
     """Runs the body in a forked process and gives its exit status."""
     return exit_status(start_child(body, user=user))
+
+
+def record_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From here on the list gets "fsync NAME" and "rename NAME" (the new one); a power failure cannot be had here."""
+    events, fsync = [], os.fsync
+
+    def record_fsync(descriptor: int) -> None:
+        events.append(f"fsync {os.readlink(f'/proc/self/fd/{descriptor}')}")
+        fsync(descriptor)
+
+    def recorded(rename: Callable) -> Callable:
+        def record(source: Path, target: Path) -> None:
+            events.append(f"rename {target}")
+            rename(source, target)
+
+        return record
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", recorded(os.rename))
+    monkeypatch.setattr(os, "replace", recorded(os.replace))
+    return events
 
 
 def flip(path: Path, bit: int) -> None:

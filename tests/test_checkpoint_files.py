@@ -29,7 +29,7 @@ from lib.checkpoint_files import (
     verify,
 )
 from lib.errors import DamagedCheckpoint, UserError
-from tests.checkpoint_folders import NAMES, OPTIMIZER, flip, memory_folder, save, steps, write
+from tests.checkpoint_folders import INVENTORY, NAMES, OPTIMIZER, flip, memory_folder, record_disk, save, steps, write
 from tests.ranks import ROOT
 
 
@@ -46,9 +46,7 @@ def test_a_published_checkpoint_is_found_and_holds_what_was_written(tmp_path):
     folder = save(tmp_path, 3, {"acc": 0.5, "broken": float("nan")})
     expected = write(tmp_path / "again", 3)
     manifest = verify(folder)
-    assert manifest == Manifest(
-        step=3, files=expected, metrics={"acc": 0.5}, inventory={"seed": 1, "sizes": [2.5, None]}
-    )
+    assert manifest == Manifest(step=3, files=expected, metrics={"acc": 0.5}, inventory=INVENTORY)
     assert manifest.has_optimizer
     for name, entry in manifest.files.items():
         data = (folder / name).read_bytes()
@@ -58,30 +56,18 @@ def test_a_published_checkpoint_is_found_and_holds_what_was_written(tmp_path):
 
 
 def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_the_return(tmp_path, monkeypatch):
-    """The order of the system calls; a power failure cannot be had here."""
-    events, fsync, rename = [], os.fsync, os.rename
-
-    def record_fsync(descriptor):
-        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        fsync(descriptor)
-
-    def record_rename(source, target, **options):
-        events.append(("rename", str(target)))
-        rename(source, target, **options)
-
-    staging = stage(tmp_path, 1, "id")
+    staging, final = stage(tmp_path, 1, "id"), checkpoint_path(tmp_path, 1)
+    events = record_disk(monkeypatch)
     entries = write(staging, 1)
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(os, "rename", record_rename)
-    publish(staging, checkpoint_path(tmp_path, 1), entries, inventory={})
-    place = events.index(("rename", str(tmp_path / "global_step_1")))
-    for path in (staging, *staging.rglob("*"), *(tmp_path / "global_step_1").rglob("*")):
-        relative = str(path).replace("global_step_1", ".tmp-global_step_1-id") if path != staging else str(path)
-        assert relative in events[:place]
-    manifest_place = events.index(str(staging / MANIFEST))
-    assert {str(staging / name) for name in entries} <= set(events[:manifest_place])
-    assert manifest_place < events.index(str(staging)) < place
-    assert events[place + 1] == str(tmp_path)
+    files = {f"fsync {staging / name}" for name in entries}
+    assert set(events) == files  # by the rank that wrote them
+    events.clear()
+    folders = {f"fsync {folder}" for folder in (staging, *staging.rglob("*")) if folder.is_dir()}
+    publish(staging, final, entries, inventory={})
+    rename, manifest = events.index(f"rename {final}"), events.index(f"fsync {staging / MANIFEST}")
+    assert files <= set(events[:manifest]) and folders <= set(events[manifest:rename])
+    assert events[rename + 1] == f"fsync {tmp_path}"
+    assert events[-1] == f"rename {tmp_path / LATEST}"
 
 
 def test_a_save_starts_in_a_fresh_folder_and_sweeps_only_what_saves_left(tmp_path):
@@ -176,6 +162,12 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
         with pytest.raises(DamagedCheckpoint, match=MANIFEST):
             check(folder)
         (folder / MANIFEST).write_bytes(data)
+    spelled = data.replace(rb"\u00e9", rb"\u00E9")  # one bit, and the same value
+    assert spelled != data
+    (folder / MANIFEST).write_bytes(spelled)
+    with pytest.raises(DamagedCheckpoint, match=MANIFEST):
+        check(folder)
+    (folder / MANIFEST).write_bytes(data)
     check(folder)
 
 
@@ -327,6 +319,8 @@ def test_shares_have_similar_numbers_of_bytes():
     loads = [sum(files[name].size for name in share(files, rank, 8)) for rank in range(8)]
     assert sum(loads) == sum(entry.size for entry in files.values())
     assert max(loads) - min(loads) <= max(entry.size for entry in files.values())
+    files = {"large": FileEntry(1000, ""), **{f"small-{number}": FileEntry(100, "") for number in range(7)}}
+    assert share(files, 0, 2) == ["large"] and len(share(files, 1, 2)) == 7
 
 
 # ---- What is found ----

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lib.checkpoint_files import (
+    LATEST,
     MANIFEST,
     check,
     check_space,
@@ -28,7 +30,17 @@ from lib.checkpoint_files import (
     verify,
 )
 from lib.errors import NoSpace, UserError
-from tests.checkpoint_folders import NAMES, exit_status, in_child, memory_folder, save, start_child, steps, write
+from tests.checkpoint_folders import (
+    NAMES,
+    exit_status,
+    in_child,
+    memory_folder,
+    record_disk,
+    save,
+    start_child,
+    steps,
+    write,
+)
 from tests.ranks import ROOT
 
 
@@ -120,6 +132,17 @@ def test_older_checkpoints_lose_their_optimizer_and_stay_whole(tmp_path):
     assert (old / MANIFEST).stat().st_mtime_ns == stamp  # nothing is written twice
 
 
+def test_a_deletion_is_on_the_disk_before_its_files_go(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    events = record_disk(monkeypatch)
+    prune(tmp_path, keep_last=2, keep_optimizer=1)
+    names = [re.sub(r"-[0-9a-f]{8}$", "", event.replace(str(tmp_path), "RUN")) for event in events]
+    manifest = ["fsync RUN/.tmp-MANIFEST.json", "rename RUN/global_step_2/MANIFEST.json", "fsync RUN/global_step_2"]
+    optimizer = ["rename RUN/.trash-optim", "fsync RUN"]
+    assert names == [*manifest, *optimizer, "rename RUN/.trash-global_step_1", "fsync RUN"]
+
+
 # ---- Killed ----
 
 
@@ -130,15 +153,15 @@ def changes_files(event: str, args: tuple) -> bool:
 
 def save_and_prune(run: Path, step: int) -> None:
     save(run, step, {"acc": 1.0 if step == 2 else 0.0})
-    prune(run, keep_last=2, keep_best=1, metric="acc", keep_optimizer=1)
+    prune(run, keep_last=3, keep_best=1, metric="acc", keep_optimizer=1)
 
 
 def test_a_kill_before_any_single_file_operation_loses_nothing(tmp_path):
     """Kills a save before its k-th operation that changes the disk, for every k there is."""
     base = tmp_path / "base"
-    for step in (1, 2, 3, 4):
+    for step in range(1, 6):
         save_and_prune(base, step)
-    assert steps(base) == [4, 3, 2]
+    assert steps(base) == [5, 4, 3, 2]
     for deadline in range(1, 1000):
         run = shutil.copytree(base, tmp_path / f"run_{deadline}")
 
@@ -153,17 +176,19 @@ def test_a_kill_before_any_single_file_operation_loses_nothing(tmp_path):
                         os.kill(os.getpid(), signal.SIGKILL)
 
             sys.addaudithook(hook)
-            save_and_prune(run, 5)
+            save_and_prune(run, 6)
 
         status = in_child(killed)
         left = steps(run)
-        assert {4, 2} <= set(left) and (left[0] == 5 or 3 in left)  # newest two, and the best
+        assert {2, 4, 5} <= set(left) and (left[0] == 6 or 3 in left)  # the best, and the newest three
         assert check(run / f"global_step_{left[0]}").has_optimizer
-        save_and_prune(run, 6)  # the next one clears up
-        assert steps(run) == [6, left[0], 2]
-        assert not list(run.glob(".*"))
+        assert (run / LATEST).read_text() in ("5\n", "6\n")
+        save_and_prune(run, 7)  # the next one clears up
+        assert steps(run) == [7, *([6, 5] if left[0] == 6 else [5, 4]), 2]
         optimizers = [item.manifest.has_optimizer for item in find_checkpoints(run)]
-        assert optimizers == [True, False, False] and not list(run.glob("global_step_[25]/actor/optim"))
+        assert optimizers == [True, False, False, False]
+        assert [path.parent.parent.name for path in run.glob("*/actor/optim")] == ["global_step_7"]
+        assert not list(run.glob(".*"))
         shutil.rmtree(run)
         if status == 0:
             break
@@ -285,6 +310,23 @@ def open_folder():
     yield folder
     subprocess.run(["chmod", "-R", "u+rwX", str(folder)], check=True)
     shutil.rmtree(folder)
+
+
+def test_what_cannot_be_deleted_is_a_warning_and_the_rest_is_deleted(open_folder):
+    open_folder.chmod(0o777)
+    run = open_folder / "run"
+
+    def as_nobody() -> None:
+        for step in (1, 2, 3):
+            save(run, step)
+        (run / "global_step_2" / "actor" / "model").chmod(0o555)
+        (warning,) = prune(run, keep_last=1)
+        assert "cannot delete" in warning and ".trash-global_step_2" in warning and "Permission denied" in warning
+        assert steps(run) == [3]
+        save(run, 4)  # tries again, and does not mind
+        assert steps(run) == [4, 3]
+
+    assert in_child(as_nobody, user=65534 if os.getuid() == 0 else None) == 0
 
 
 def test_no_permission_is_a_clear_error_and_deletes_nothing(open_folder):
