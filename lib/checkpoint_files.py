@@ -5,9 +5,9 @@
     RUN/.trash-NAME-TOKEN          while it is deleted: a kill in the middle leaves nothing that looks like a checkpoint
     RUN/latest_checkpointed_iteration.txt    a hint for people; nothing here reads it
 
-Files of a published checkpoint are never written again. One run writes into RUN at a time, one save after the other;
-readers (`find_checkpoints`, `check`, `verify`) may be anywhere. With several ranks, each hashes the files that it wrote
-(`hash_files`), and one of them calls `stage`, `publish`, `discard` and `prune`.
+Files of a published checkpoint are never written again; `prune` may replace the manifest, in one rename, by one without
+the optimizer's files. One run writes into RUN at a time, one save after the other; readers may be anywhere. With
+several ranks, each hashes the files that it wrote (`hash_files`), and one calls `stage`, `publish`, `discard`, `prune`.
 """
 
 import errno
@@ -198,14 +198,10 @@ def publish(
         staging.rename(final)
         _fsync(final.parent)
     check(final)
-    _write_hint(final)
-
-
-def _write_hint(final: Path) -> None:
-    temporary = final.with_name(f".tmp-{LATEST}-{secrets.token_hex(4)}")
+    hint = final.with_name(f".tmp-{LATEST}-{secrets.token_hex(4)}")
     with suppress(OSError):  # nothing depends on it, and the checkpoint is published
-        _write_synced(temporary, f"{STEP_FOLDER.fullmatch(final.name)[1]}\n".encode())
-        temporary.replace(final.with_name(LATEST))
+        _write_synced(hint, f"{manifest.step}\n".encode())
+        hint.replace(final.with_name(LATEST))
 
 
 def _write_synced(path: Path, data: bytes) -> None:
@@ -386,10 +382,10 @@ def prune(
 ) -> list[str]:
     """Deletes the checkpoints that are not among those to keep; gives a warning for what could not be deleted.
 
-    Kept are the newest `keep_last` (None: all) of the whole ones, the `keep_best` with the largest `metric` (of equal
-    ones the earlier), those in `protect` (such as the one that was resumed from), and always the newest whole one; what
-    is not whole is neither counted nor deleted. All but the newest `keep_optimizer` (None: all) and the protected lose
-    their optimizer's state. Call it after `publish`.
+    Kept are the `keep_last` whole ones of the largest steps (None: all), the `keep_best` with the largest `metric` (of
+    equal ones the earlier), and those in `protect`, such as the one that was resumed from. What is not whole is neither
+    counted nor deleted. All but the newest `keep_optimizer` (None: all) and the protected lose their optimizer's state.
+    Call it after `publish`.
     """
     assert keep_last is None or keep_last >= 1
     assert keep_optimizer is None or keep_optimizer >= 1
