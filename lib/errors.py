@@ -21,6 +21,10 @@ class LaunchError(UserError):
     """The ranks could not meet, so none knows whether another one tells why. Exit code 2."""
 
 
+class NoSpace(UserError):
+    """The disk is full, or a quota; what was there before is untouched, so a run may go on. Exit code 2."""
+
+
 class DamagedCheckpoint(LockstepError):
     """A checkpoint is incomplete or was changed after it was written. Exit code 3."""
 

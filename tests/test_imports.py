@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     *("errors", "verl_keys", "config", "dist", "types", "ops", "step_rows", "shaping", "advantages", "aggregation"),
     *("selection", "losses", "critic_loss", "batching", "groups"),
+    "checkpoint_files",
     *("weight_files", "model_files", "schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
     *("kl", "correction"),
     *("attention", "model", "fsdp", "forward", "optim", "critic", "console", "tracking", "engine_patches"),
