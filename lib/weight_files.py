@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 def check_weights(folder: Path, expected: dict[str, Shape]) -> None:
     """Raises UserError unless the folder's safetensors hold the expected tensors, whole and in these shapes."""
     found: dict[str, Shape] = {}
-    for file, names in _weight_files(folder):
+    for file, names in iter_weight_files(folder):
         header = read_safetensors_header(file)
         missing = sorted(names - header.keys())
         if missing:
@@ -54,8 +54,8 @@ def _some(names: list[str], count: int = 3) -> str:
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
-def _weight_files(folder: Path) -> Iterator[tuple[Path, set[str]]]:
-    """Each safetensors file of the model, with the tensors that the index expects in it."""
+def iter_weight_files(folder: Path) -> Iterator[tuple[Path, set[str]]]:
+    """Each safetensors file of the model, with the tensors that the index expects in it. Raises UserError."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if not index.exists():
         if not single.exists():

@@ -1,0 +1,310 @@
+"""A Hugging Face folder from the shards of a checkpoint: whole or not there, with one tensor in memory at a time."""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lib.errors import DamagedCheckpoint, UserError
+from lib.shards import ANOTHER, DTYPES, Shards
+from lib.weight_files import Shape, iter_weight_files, listing, read_json
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WEIGHTS = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth")
+COMPARE_NUMBERS = 2**22  # at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """What transformers expects in the weights of a model, by its config.json."""
+
+    shapes: dict[str, Shape]
+    """{name: shape}, in the model's order."""
+    tied: dict[str, str]
+    """{name: the tensor that it is another name of, and that alone is written}."""
+    computed: frozenset[str]
+    """Buffers that the model computes itself; older releases saved some."""
+
+
+def expected_tensors(folder: Path) -> Expected:
+    """What transformers expects for the architecture in the folder's config.json. Builds it without memory for weights.
+
+    Raises UserError when config.json names no architecture of transformers.
+    """
+    import transformers
+
+    file = folder / "config.json"
+    names = read_json(file).get("architectures") or [None]
+    architecture = getattr(transformers, str(names[0]), None)
+    if not isinstance(architecture, type) or not issubclass(architecture, transformers.PreTrainedModel):
+        raise UserError(
+            f"not an architecture of transformers; {file}; found {names[0]}, expected one like Qwen3ForCausalLM or "
+            f"Qwen3ForTokenClassification; transformers {transformers.__version__} does not know it: use the release "
+            "that the model needs"
+        )
+    try:
+        with torch.device("meta"):
+            model = architecture(transformers.AutoConfig.from_pretrained(folder))
+    except Exception as error:  # KeyError, ValueError, dataclass validation: transformers has no class for it
+        raise UserError(
+            f"transformers cannot build the model; {file}; found {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}; mend that entry, or copy config.json again"
+        ) from error
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    tied = {name: own[id(parameter)] for name, parameter in every if own[id(parameter)] != name}
+    saved = model.state_dict()
+    return Expected(
+        shapes={name: tuple(tensor.shape) for name, tensor in saved.items() if name not in tied},
+        tied=tied,
+        computed=frozenset(name for name, _ in model.named_buffers() if name not in saved),
+    )
+
+
+def check_tensors(shards: Shards, expected: Expected) -> None:
+    """Raises DamagedCheckpoint unless the shards hold each expected tensor once, whole, in its shape, and no other.
+
+    A tied tensor may be there a second time, under its other name, if it is equal bit for bit. Raises UserError when it
+    is not, and for an adapter.
+    """
+    found = shards.tensors
+    adapters = [name for name in found if "lora_" in name]
+    if adapters:
+        raise UserError(
+            f"the checkpoint has an adapter; {shards.folder}; found {adapters[0]}, expected a model's own weights; "
+            "merge the adapter into its model where it was trained, and save that"
+        )
+    missing = [name for name in expected.shapes if name not in found]
+    unknown = [name for name in found if name not in {*expected.shapes, *expected.tied, *expected.computed}]
+    for what, names in (("lack tensors", missing), ("hold tensors that config.json has no place for", unknown)):
+        if names:
+            raise DamagedCheckpoint(
+                f"the shards {what}; {shards.folder}; found {len(found)} tensors, {len(names)} of which "
+                f"{'are missing' if names is missing else 'are unknown'}, first {names[0]}; expected what the "
+                f"config.json in huggingface/ describes; {ANOTHER}"
+            )
+    for name, shape in expected.shapes.items():
+        if found[name].shape != shape:
+            raise DamagedCheckpoint(
+                f"a tensor's shape differs from config.json; {name} in {shards.folder}; found "
+                f"{list(found[name].shape)}, expected {list(shape)}; {ANOTHER}"
+            )
+        found[name].check()
+    for name, source in expected.tied.items():
+        if name in found:
+            found[name].check()
+            dtype = found[source].dtype
+            if found[name].dtype != dtype or not torch.equal(found[name].read(dtype), found[source].read(dtype)):
+                raise UserError(
+                    f"config.json says tied, the weights differ; {name} and {source} in {shards.folder}; found other "
+                    "numbers, expected the same; set tie_word_embeddings to false in huggingface/config.json"
+                )
+        shards.release()
+
+
+def export(
+    shards: Shards, expected: Expected, source: Path, folder: Path, *, dtype: torch.dtype | None, max_file_bytes: int,
+    show_progress: bool = True,
+) -> str:  # fmt: skip
+    """Writes the model into an empty folder, with config.json, tokenizer and the like from `source`; what, in words.
+
+    Floating-point tensors are cast to `dtype` (None: as saved). Files of at most `max_file_bytes` (a larger tensor has
+    one of its own), with an index when there are several. Raises as `ShardedTensor.read` does.
+    """
+    from tqdm import tqdm
+
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
+    dtypes = {name: _target_dtype(shards.tensors[name].dtype, dtype) for name in expected.shapes}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in expected.shapes.items()}
+    total, free = sum(sizes.values()), shutil.disk_usage(folder).free
+    if free < total:
+        raise UserError(
+            f"not enough disk space for the model; {folder.parent}; found {free / 2**30:.2f} GiB free, expected "
+            f"{total / 2**30:.2f} GiB; free some space, or choose another --target-dir"
+        )
+    plan = plan_files(sizes, max_file_bytes)
+    weight_map = {}
+    with tqdm(total=total, desc="merging", unit="B", unit_scale=True, disable=not show_progress) as bar:
+        for number, names in enumerate(plan, start=1):
+            file = f"model-{number:05}-of-{len(plan):05}.safetensors" if len(plan) > 1 else "model.safetensors"
+            # Widest numbers first, so that all of them are aligned, as the format's own library does it.
+            names = sorted(names, key=lambda name: -dtypes[name].itemsize)
+            header = {name: (dtypes[name], expected.shapes[name]) for name in names}
+            _write_file(folder / file, header, shards, bar.update)
+            shards.release()  # what was read of mapped files would stay resident
+            weight_map |= dict.fromkeys(names, file)
+    if len(plan) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    _name_dtype(folder / "config.json", {each for each in dtypes.values() if each.is_floating_point})
+    kinds = " and ".join(sorted({str(each).removeprefix("torch.") for each in dtypes.values()}))
+    return f"{len(sizes)} tensors, {total / 1e9:.2f} GB of {kinds} in {len(plan)} file(s)"
+
+
+def _target_dtype(saved: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and saved.is_floating_point else saved
+
+
+def plan_files(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
+    """Names in order, cut into files of at most `max_bytes`, or of a single tensor."""
+    files: list[list[str]] = []
+    filled = 0
+    for name, size in sizes.items():
+        if not files or filled + size > max_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    return files
+
+
+def _write_file(
+    file: Path, tensors: dict[str, tuple[torch.dtype, Shape]], shards: Shards, advance: Callable[[int], Any]
+) -> None:
+    """A safetensors file: 8 bytes of little-endian header length, a JSON header, the numbers. Written as they are read:
+    the format's own library would want all of them in memory."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for name, (dtype, _) in tensors.items():
+            tensor = shards.tensors[name].read(dtype)
+            stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            advance(tensor.nbytes)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _name_dtype(file: Path, dtypes: set[torch.dtype]) -> None:
+    """Puts the precision of the weights into config.json, if it is one."""
+    if len(dtypes) == 1:
+        config = read_json(file)
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"  # the first is transformers' former name
+        config[key] = str(dtypes.pop()).removeprefix("torch.")
+        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+# ---- The folder ----
+
+
+def check_target(target: Path, checkpoint: Path, *, force: bool) -> None:
+    """Raises UserError when the folder must not be written or replaced. Both paths are resolved."""
+    if target in (checkpoint, *checkpoint.parents) or checkpoint in target.parents:
+        raise UserError(
+            f"--target-dir would overwrite the checkpoint; {target}; found it around or inside {checkpoint}, expected "
+            "another place; choose a new folder"
+        )
+    if target.is_dir() and os.path.ismount(target):
+        raise UserError(
+            f"--target-dir is a mount point, which cannot be put in place at once; {target}; expected a folder inside "
+            f"a file system; use {target / 'model'}"
+        )
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not target.is_dir() or not (target / "config.json").exists():
+        raise UserError(
+            f"--target-dir is taken by something that is no model; {target}; found "
+            f"{listing(target) if target.is_dir() else 'a file'}; choose a new folder, or move this away yourself"
+        )
+    if not force:
+        raise UserError(
+            f"--target-dir is not empty; {target}; found {listing(target)}; choose a new folder, or add --force to "
+            "replace it by the new model"
+        )
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A hidden folder beside the target, which becomes the target when the body ends well, and else is deleted.
+
+    A folder that is there already stays until the new one is whole; then they are exchanged.
+    """
+    staging, old = (target.with_name(f".{target.name}.{os.getpid()}.{what}") for what in ("new", "old"))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging.mkdir()
+        yield staging
+        if target.exists():
+            target.rename(old)
+        staging.rename(target)
+        _sync(target.parent)
+    except BaseException as error:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        if isinstance(error, OSError):
+            raise UserError(
+                f"cannot write the model; {error.filename or target}; found {error.strerror or error}, expected a disk "
+                "with room and permission to write; mend that, or choose another --target-dir; nothing was changed"
+            ) from error
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- Comparison ----
+
+
+def compare_folders(folder: Path, other: Path, *, ignored: frozenset[str] = frozenset()) -> tuple[int, list[str]]:
+    """How many tensors two Hugging Face folders have in common, and what differs, in words: largest difference first.
+
+    Names, shapes, dtypes and every bit of the numbers. Raises UserError for folders that have no whole weights.
+    """
+    ours, theirs = _tensor_files(folder), _tensor_files(other)
+    names = sorted((ours.keys() & theirs.keys()) - ignored)
+    words = [f"{name} is only in {folder}" for name in sorted(ours.keys() - theirs.keys() - ignored)]
+    words += [f"{name} is only in {other}" for name in sorted(theirs.keys() - ours.keys() - ignored)]
+    distances: dict[str, float] = {}
+    for name in names:
+        a, b = _read(ours[name], name), _read(theirs[name], name)
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            words.append(f"{name} is {list(a.shape)} {a.dtype} here and {list(b.shape)} {b.dtype} there")
+        elif not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
+            distances[name] = _largest_difference(a, b)
+    worst = sorted(distances, key=lambda name: -distances[name])
+    return len(names), [f"{name} by {distances[name]:.3g}" for name in worst] + words
+
+
+def _largest_difference(a: Tensor, b: Tensor) -> float:
+    """The largest |a - b|; infinite when a number is not finite on one side alone."""
+    parts = zip(a.reshape(-1).split(COMPARE_NUMBERS), b.reshape(-1).split(COMPARE_NUMBERS), strict=True)
+    return max(float((x.double() - y.double()).abs().nan_to_num(nan=math.inf).max()) for x, y in parts)
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    from safetensors import safe_open
+
+    files = {}
+    for file, _ in iter_weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            files |= dict.fromkeys(tensors.keys(), file)
+    return files
+
+
+def _read(file: Path, name: str) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name)
