@@ -110,7 +110,8 @@ def find_model(local_dir: str) -> Path:
     if not folder.is_dir():
         raise UserError(f"no such folder; --local-dir {local_dir}; found nothing, expected a folder; check the path")
     if not (folder / "model").is_dir() and not is_verl(folder):
-        inside = [path.parent for pattern in ("*", "*/*") for path in folder.glob(f"{pattern}/huggingface")]
+        near = (*folder.glob("../huggingface"), *folder.glob("*/huggingface"), *folder.glob("*/*/huggingface"))
+        inside = [path.resolve().parent for path in near]
         newest = max(inside, key=_step_and_name, default=None)
         raise UserError(
             f"no sharded model is there; --local-dir {folder}; found {listing(folder)}, expected model/ of Lockstep or "
