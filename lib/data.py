@@ -280,19 +280,22 @@ def tokenize(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     split: Split,
+    files_flag: str | None = None,
     show_progress: bool = False,
 ) -> Prompts:
     """The prompts of a split under the chat template, within --data.max-prompt-len. Raises UserError.
 
-    Validation without files gives no prompts. Truncation of ids 0..9 to 5: left 5-9, right 0-4, middle 0 1 7 8 9.
+    `files_flag`: the option that messages name, None: the split's. Validation without files gives no prompts.
+    Truncation of ids 0..9 to 5: left 5-9, right 0-4, middle 0 1 7 8 9.
     """
     rows = files.train if split == "train" else files.val
+    files_flag = files_flag or f"--data.{split}-files"
     if rows is None:
         rows = custom_rows(
             cfg.dataset_path,
             cfg.dataset_name,
             data_files=cfg.train_files if split == "train" else cfg.val_files,
-            files_flag=f"--data.{split}-files",
+            files_flag=files_flag,
             tokenizer=tokenizer,
             config=cfg,
         )
@@ -300,7 +303,7 @@ def tokenize(
     num_rows = len(rows) if limit is None else min(limit, len(rows))
     token_ids = _encode_rows(cfg, rows, num_rows, tokenizer, show_progress)
     lens = [len(ids) for ids in token_ids]
-    kept, warning = _apply_limit(cfg, rows, lens, split)
+    kept, warning = _apply_limit(cfg, rows, lens, files_flag)
     return Prompts(
         rows=rows,
         kept=kept,
@@ -312,7 +315,7 @@ def tokenize(
     )
 
 
-def _apply_limit(cfg: DataConfig, rows: Rows, lens: list[int], split: Split) -> tuple[list[int], list[str]]:
+def _apply_limit(cfg: DataConfig, rows: Rows, lens: list[int], files_flag: str) -> tuple[list[int], list[str]]:
     """The rows that are used, and a warning with the counts. Raises UserError: too long a prompt, or no row left."""
     all_rows, limit = list(range(len(lens))), cfg.max_prompt_len
     if 0 in lens:
@@ -331,13 +334,13 @@ def _apply_limit(cfg: DataConfig, rows: Rows, lens: list[int], split: Split) -> 
         )
     if cfg.filter_overlong_prompts and len(overlong) == len(lens):
         raise UserError(
-            f"all prompts are too long; --data.{split}-files; all {len(lens)} rows have {min(lens)} to {max(lens)} "
+            f"all prompts are too long; {files_flag}; all {len(lens)} rows have {min(lens)} to {max(lens)} "
             f"tokens, expected at most --data.max-prompt-len {limit}; raise it"
         )
     done = "dropped" if cfg.filter_overlong_prompts else f"truncated ({cfg.truncation})"
     warning = (
-        f"{len(overlong)} of {len(lens)} {split} prompts have more than --data.max-prompt-len {limit} tokens (the "
-        f"longest: {max(lens)}) and were {done}"
+        f"{len(overlong)} of {len(lens)} prompts of {files_flag} have more than --data.max-prompt-len {limit} tokens "
+        f"(the longest: {max(lens)}) and were {done}"
     )
     dropped = set(overlong) if cfg.filter_overlong_prompts else set()
     return [row for row in all_rows if row not in dropped], [warning]

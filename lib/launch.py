@@ -13,20 +13,27 @@ from lib.errors import UserError
 from lib.model import build_critic, check_model_config
 from lib.model_files import ModelFiles, check_critic_files, check_model_files, critic_shapes, expected_shapes
 from lib.parquet import Rows
+from lib.rollout import RolloutConfig
 from lib.scoring import check_reward
 from lib.tracking import check_run
 from lib.train_config import TrainConfig
 
 
-def check_launch(cfg: TrainConfig, world: World) -> None:
-    """Raises UserError when the config does not fit the number of ranks."""
-    tp_size = cfg.rollout.tensor_model_parallel_size
+def check_tensor_parallel(rollout: RolloutConfig, world: World) -> None:
+    """Raises UserError when the engines do not divide the ranks."""
+    tp_size = rollout.tensor_model_parallel_size
     if world.size % tp_size:
         raise UserError(
             f"--rollout.tensor-model-parallel-size {tp_size} does not divide the {world.size} ranks; torchrun; every "
             f"engine takes that many ranks; use {either(nearest_divisors(world.size, tp_size))}, or start another "
             "number of ranks"
         )
+
+
+def check_launch(cfg: TrainConfig, world: World) -> None:
+    """Raises UserError when the config does not fit the number of ranks."""
+    check_tensor_parallel(cfg.rollout, world)
+    tp_size = cfg.rollout.tensor_model_parallel_size
     if cfg.prompts_per_step % (world.size // tp_size):
         raise UserError(
             f"--prompts-per-step {cfg.prompts_per_step} does not divide among {world.size // tp_size} engines; "
@@ -39,14 +46,19 @@ def check_launch(cfg: TrainConfig, world: World) -> None:
         )
 
 
-def check_input(cfg: TrainConfig, world: World) -> tuple[DataFiles, ModelFiles]:
-    """The data and model files, after every check that needs neither transformers nor a GPU, on all ranks together."""
+def check_same_config(cfg: Any, world: World) -> None:
+    """Raises UserError on all ranks when they were started with different options."""
     hashes = world.gather(config_hash(cfg))
     if len(set(hashes)) > 1:
         raise UserError(
             f"the ranks were started with different options; config.json by rank; found hashes {', '.join(hashes)}, "
             "expected equal ones; give every rank the same command line"
         )
+
+
+def check_input(cfg: TrainConfig, world: World) -> tuple[DataFiles, ModelFiles]:
+    """The data and model files, after every check that needs neither transformers nor a GPU, on all ranks together."""
+    check_same_config(cfg, world)
     world.agree(lambda: check_launch(cfg, world))
     files = world.agree(lambda: check_data_files(cfg.data))
     model_files = world.agree(

@@ -26,7 +26,8 @@ class ModelConfig:
     """Which model, and how it computes."""
 
     path: str = ""
-    """Hugging Face folder (config.json, safetensors, tokenizer) or hub id of the model to train."""
+    """Hugging Face folder (config.json, safetensors, tokenizer) or hub id of the model; eval.py also takes a run or one
+    of its checkpoints."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute precision of trainer and engine, auto: bfloat16 on a GPU, float32 on a CPU; master weights: float32."""
     gradient_checkpointing: bool | None = None

@@ -50,18 +50,20 @@ class ModelFiles:
 
 
 def check_model_files(
-    path: str, *, max_prompt_len: int, max_response_len: int, tensor_parallel_size: int = 1
+    path: str, *, max_prompt_len: int, max_response_len: int, tensor_parallel_size: int = 1, with_weights: bool = True
 ) -> ModelFiles:
     """The folder and its config.json. Raises UserError, with a remedy, for a folder that could not be trained.
 
     A hub id (`Qwen/Qwen3-0.6B`) is looked up in the local cache or downloaded, then checked like a folder.
+    `with_weights` False: the weights lie elsewhere, as a checkpoint's do.
     """
     folder = _find_folder(path, "--model.path")
     config = _read_config(folder, "--model.path")
     _check_architecture(config, folder, ARCHITECTURES)
     _check_length(config, folder, max_prompt_len, max_response_len)
     _check_tensor_parallel(config, folder, tensor_parallel_size)
-    check_weights(folder, expected_shapes(config))
+    if with_weights:
+        check_weights(folder, expected_shapes(config))
     _check_vocabulary(folder, config["vocab_size"])
     _check_tokenizer_config(folder)
     _check_chat_template(folder)

@@ -43,9 +43,9 @@ class RolloutConfig:
     max_response_len: int = 512
     """Longest response, in tokens; a response that reaches it counts as truncated."""
     temperature: float = 1.0
-    """Sampling temperature of training rollouts; the trainer's log-probs are divided by it too."""
+    """Sampling temperature; the trainer's log-probs are divided by it too. 0 is greedy, in eval.py only."""
     top_p: float = 1.0
-    """Nucleus of training rollouts, in (0, 1]; below 1 the trainer and the sampler disagree, so it is refused."""
+    """Nucleus, in (0, 1]; in training, below 1 the trainer and the sampler disagree, so it is refused."""
     top_k: int = 0
     """Sample among the k likeliest tokens, 0 for all; other values are refused in training, like top-p."""
     stop: tuple[str, ...] = ()
@@ -91,8 +91,8 @@ class RolloutConfig:
         _require("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_batched_tokens <= 2**22,
                  f"at most {2**22}")  # fmt: skip
         _require("stop", self.stop, all(self.stop), "texts that are not empty")
-        _require("temperature", self.temperature, MIN_TEMPERATURE <= self.temperature < 100,
-                 f"at least {MIN_TEMPERATURE}, and below 100")  # fmt: skip
+        _require("temperature", self.temperature, self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < 100,
+                 f"at least {MIN_TEMPERATURE}, and below 100 (in eval.py also 0, greedy)")  # fmt: skip
         _require("partial_share", self.partial_share, 0 < self.partial_share <= 1, "in (0, 1]")
         _require("max_continued", self.max_continued, self.max_continued >= 1, "at least 1")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")

@@ -94,6 +94,11 @@ class TrainConfig:
                 f"--rollout.n {self.rollout.n} is too small for a group; --advantage; a group advantage compares the "
                 "responses of one prompt, expected at least 2; set --rollout.n 8"
             )
+        if self.rollout.temperature == 0:
+            raise UserError(
+                "greedy responses to one prompt are all the same, and no log-prob can be divided by 0; "
+                "--rollout.temperature 0; expected at least 0.01 in training; set --rollout.temperature 1.0"
+            )
         if self.rollout.top_p < 1 or self.rollout.top_k > 0:
             raise UserError(
                 "top-p and top-k change the sampler's distribution but not the trainer's, so every ratio would be "

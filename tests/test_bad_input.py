@@ -312,7 +312,7 @@ CASES = {
         lambda folder: (
             data(lambda rows: first(rows[7]).update(content="x" * 30))(folder) | {"--data.truncation": "left"}
         ),
-        ("1 of 20 train prompts", "truncated (left)"),
+        ("1 of 20 prompts of --data.train-files", "truncated (left)"),
         ACCEPTED,
     ),
     "P20-overlap": Case(

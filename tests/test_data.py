@@ -281,7 +281,7 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path, tokenizer):
     assert [s.ground_truth for s in prompts.all_samples()] == ["3", "10"]
     assert [s.uid for s in prompts.all_samples()] == [0, 1]
     assert (prompts.num_filtered, prompts.num_truncated, prompts.longest) == (2, 0, limit + 11)
-    assert f"2 of 4 train prompts have more than --data.max-prompt-len {limit}" in prompts.warnings[0]
+    assert f"2 of 4 prompts of --data.train-files have more than --data.max-prompt-len {limit}" in prompts.warnings[0]
     assert [s.prompt_ids for s in prompts.all_samples()] == [ids_of(tokenizer, 3), ids_of(tokenizer, 10)]
 
 

@@ -1,0 +1,229 @@
+"""Sample responses to the prompts of parquet files, score them, and say how good the model is.
+
+One process per GPU, each with a vLLM engine; no trainer. Every line of `evaluate` runs on all ranks unless it says
+otherwise.
+
+    torchrun --nproc_per_node=8 eval.py --model.path DIR --data.files test.parquet --output out.parquet --rollout.n 8
+    torchrun --nproc_per_node=8 eval.py --model.path runs/x --data.files test.parquet --output out.parquet
+    python eval.py --score-only --data.files out.parquet --output again.parquet --reward.path my_reward.py
+
+out.parquet has the input's columns and rows, and per row a list with an entry for every response: `responses`,
+`scores` (null: the reward function failed or declined), `predictions` (its `pred`), `finish_reasons` (stop, length),
+`response_lengths` (tokens). out.json has the statistics, out.html shows them with samples. An evaluation that was
+killed goes on where it was when it is started again.
+"""
+
+import json
+import time
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lib.config import REQUIRED, parse_cli, reporting_errors
+from lib.data import DataFiles, Prompts, load_tokenizer, stop_token_ids, tokenize
+from lib.dist import World, init_distributed, shutdown_distributed
+from lib.errors import UserError
+from lib.eval_files import (
+    EvalDataConfig,
+    Group,
+    Parts,
+    check_output,
+    groups_of,
+    parts_folder,
+    read_input,
+    write_atomically,
+    write_output,
+)
+from lib.eval_model import EvalModel, find_model, load_engine_
+from lib.eval_report import render_page, summarise, summary_table
+from lib.eval_scores import collect_scores, plain_samples, submit, try_reward
+from lib.evaluate import decode
+from lib.launch import check_same_config, check_same_prompts, check_tensor_parallel
+from lib.model import ModelConfig, check_model_config
+from lib.model_files import expected_shapes
+from lib.parquet import Rows
+from lib.rollout import RolloutConfig, RolloutEngine, training_sampling
+from lib.scoring import RewardConfig, Scorer
+from lib.terminal import Terminal
+from lib.types import Sample
+
+SAMPLING = ("n", "max_response_len", "temperature", "top_p", "top_k", "ignore_eos")
+"""The fields of RolloutConfig that decide what is sampled, beside `stop`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalScriptConfig:
+    """Everything that defines an evaluation. --rollout.n and --rollout.temperature say how it samples."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: EvalDataConfig = field(default_factory=EvalDataConfig)
+    rollout: RolloutConfig = field(
+        default_factory=lambda: RolloutConfig(
+            n=1, temperature=0.0, log_probs=False, sleep=False, gpu_memory_utilization=0.9
+        )
+    )
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    output: str = REQUIRED
+    """Parquet file to write; a .json and a .html file of the same name are written beside it."""
+    generate_only: bool = False
+    """Write the responses without scores."""
+    score_only: bool = False
+    """Score the column `responses` of --data.files; needs no model, no GPU and no torchrun."""
+    overwrite: bool = False
+    """Replace an existing output, and discard unfinished responses that were sampled with other settings."""
+    seed: int = 0
+    """Seed of every sampled response."""
+    debug: bool = False
+    """Show tracebacks also for errors that are the input's."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"--seed is out of range; found {self.seed}, expected 0 to 2**63 - 1; change --seed")
+        if self.generate_only and self.score_only:
+            raise UserError(
+                "nothing is left to do; --generate-only and --score-only; found both, expected one at most; leave both "
+                "out to generate and score"
+            )
+        if self.rollout.n > 1 and self.rollout.temperature == 0 and not self.score_only:
+            raise UserError(
+                f"--rollout.n {self.rollout.n} with --rollout.temperature 0; greedy responses to one prompt are all "
+                "the same; expected a temperature above 0; set --rollout.temperature 1.0, or --rollout.n 1"
+            )
+        if self.rollout.log_probs or self.rollout.sleep or self.model.gradient_checkpointing is not None:
+            raise UserError(
+                "an option that only training has; --rollout.log-probs, --rollout.sleep, "
+                "--model.gradient-checkpointing; found one of them set; leave it out"
+            )
+
+
+def main(cfg: EvalScriptConfig) -> None:
+    """The whole evaluation; a LockstepError on any rank ends all of them with one line and its exit code."""
+    with reporting_errors(debug=cfg.debug):
+        evaluate(cfg)
+        shutdown_distributed()
+
+
+def evaluate(cfg: EvalScriptConfig) -> None:
+    """Checks the input, generates what is missing, scores, writes."""
+    # ---- Everything that can be wrong with the input, before a model is loaded ----
+    world = init_distributed()
+    check_same_config(cfg, world)
+    output = world.agree(lambda: check_output(cfg.output, cfg.data.files, overwrite=cfg.overwrite))
+    table, rows, notes = world.agree(lambda: read_input(cfg.data, with_responses=cfg.score_only))
+    reward_note = "reward: none"
+    if not cfg.generate_only:
+        reward_note = world.agree(lambda: try_reward(cfg.reward, cfg.data, rows))
+    if cfg.score_only:
+        groups, samples, kept = groups_of(table), plain_samples(rows, len(table)), range(len(table))
+        state, logs = {}, None
+    else:
+        world.agree(lambda: check_tensor_parallel(cfg.rollout, world))
+        model = find_model(cfg.model.path, world, max_prompt_len=cfg.data.max_prompt_len, rollout=cfg.rollout)
+        tokenizer, stop_ids, prompts = world.agree(lambda: load_prompts(cfg, model, rows))
+        check_same_prompts(prompts, prompts, world)
+        samples, kept = prompts.all_samples(), prompts.kept
+        state = what_defines_responses(cfg, model, prompts, stop_ids, world)
+        parts = Parts(parts_folder(output), state, world, overwrite=cfg.overwrite)
+        groups, logs = parts.groups, parts.folder / "logs"
+        notes += [*model.warnings, *prompts.warnings, f"{len(groups)} of {len(samples)} prompts are finished already"]
+
+    with ExitStack() as stack:
+        terminal = stack.enter_context(Terminal(world, logs and logs / f"rank_{world.rank}.log"))
+        scorer = None
+        if not cfg.generate_only:
+            sources, log_path = {sample.data_source for sample in samples}, logs and logs / f"rewards_{world.rank}.log"
+            scorer = stack.enter_context(closing(Scorer(cfg.reward, sources, log_path=log_path)))
+            for uid in sorted(groups)[world.rank :: world.size]:  # while the engine starts
+                submit(scorer, groups[uid], samples[uid])
+        for note in dict.fromkeys((reward_note, *notes)):
+            terminal.say(note)
+
+        # ---- Generate what is missing; it is scored meanwhile ----
+        missing = [sample for sample in samples if sample.uid not in groups]
+        if missing:
+            generate(cfg, model, tokenizer, stop_ids, missing, parts=parts, scorer=scorer, terminal=terminal)
+            groups = world.agree(parts.read)
+        scores = {} if scorer is None else collect_scores(scorer, cfg.reward, world, terminal)
+
+        # ---- Write ----
+        groups = [replace(groups[uid], scores=scores.get(uid)) for uid in range(len(samples))]
+        summaries = summarise(groups, [sample.data_source for sample in samples])
+
+        def write() -> None:
+            found = {"responses": state, "reward": reward_note, "summary": summaries}
+            title = f"{cfg.model.path or 'Responses'} on {', '.join(cfg.data.files)}"
+            page = render_page(title, summaries, groups, samples, lambda place: rows[kept[place]]["prompt"])
+            write_atomically(output.with_suffix(".json"), (json.dumps(found, indent=2) + "\n").encode())
+            write_atomically(output.with_suffix(".html"), page.encode())
+            write_output(output, table.take(list(kept)), groups)
+            if not cfg.score_only:
+                parts.delete()
+
+        world.agree(lambda: write() if world.rank == 0 else None)
+        names = ", ".join(str(output.with_suffix(suffix)) for suffix in (".parquet", ".json", ".html"))
+        terminal.say(f"{summary_table(summaries)}\nwritten: {names}")
+
+
+def load_prompts(cfg: EvalScriptConfig, model: EvalModel, rows: Rows) -> tuple[Any, list[int], Prompts]:
+    """The tokenizer, the ids that end a response, and the prompts under the chat template."""
+    folder = model.files.folder
+    check_model_config(str(folder), expected_shapes(model.files.config))
+    tokenizer = load_tokenizer(folder, chat_template_kwargs=cfg.data.chat_template_kwargs)
+    files = DataFiles(train=None, val=rows, warnings=())
+    prompts = tokenize(cfg.data.as_validation(), files, tokenizer, split="val", files_flag="--data.files")
+    return tokenizer, stop_token_ids(tokenizer, folder), prompts
+
+
+def what_defines_responses(
+    cfg: EvalScriptConfig, model: EvalModel, prompts: Prompts, stop_ids: list[int], world: World
+) -> dict[str, Any]:
+    """Everything that the responses follow from: with the same values, finished ones need not be generated again."""
+    sampling = {name: getattr(cfg.rollout, name) for name in SAMPLING}
+    return {f"--rollout.{name.replace('_', '-')}": value for name, value in sampling.items()} | {
+        "--rollout.stop": list(cfg.rollout.stop),
+        "--seed": cfg.seed,
+        "model": model.fingerprint,
+        "--model.dtype": str(cfg.model.compute_dtype(world)).removeprefix("torch."),
+        "stop token ids": stop_ids,
+        "prompts": prompts.fingerprint,
+    }
+
+
+def generate(
+    cfg: EvalScriptConfig, model: EvalModel, tokenizer: Any, stop_ids: list[int], samples: list[Sample], *,
+    parts: Parts, scorer: Scorer | None, terminal: Terminal,
+) -> None:  # fmt: skip
+    """Generates the groups of these prompts into `parts`, each as soon as its last response ends."""
+    world = parts.world
+    dtype = str(cfg.model.compute_dtype(world)).removeprefix("torch.")
+    terminal.say(f"building the engine ({dtype}); what the libraries say goes to {parts.folder}/logs/")
+    engine = RolloutEngine(
+        cfg.rollout, str(model.files.folder), dtype=dtype, max_prompt_len=cfg.data.max_prompt_len,
+        most_responses=len(samples) * cfg.rollout.n, stop_token_ids=stop_ids, world=world, seed=cfg.seed,
+    )  # fmt: skip
+    terminal.say(f"the engine holds the model: all {load_engine_(engine, model, world)} tensors were written")
+    share, num_tokens, start = engine.share(samples), 0, time.perf_counter()
+    with terminal.progress("generating", len(share)) as advance:
+        for rollouts in engine.generate(share, training_sampling(cfg.rollout), stream="validation"):
+            if engine.is_leader:
+                group = Group(
+                    uid=rollouts[0].sample.uid,
+                    responses=[decode(tokenizer, rollout.response_ids) for rollout in rollouts],
+                    finish_reasons=[rollout.finish_reason for rollout in rollouts],
+                    response_lengths=[len(rollout.response_ids) for rollout in rollouts],
+                )
+                parts.add(group)
+                if scorer is not None:
+                    submit(scorer, group, rollouts[0].sample)
+                num_tokens += sum(group.response_lengths)
+            advance()
+    parts.check()
+    num_tokens, seconds = sum(world.gather(num_tokens)), time.perf_counter() - start
+    terminal.say(
+        f"generated {len(samples)} prompts x {cfg.rollout.n} responses, {num_tokens} tokens, in {seconds:.1f} s: "
+        f"{num_tokens / seconds / world.size:,.0f} tokens per second and rank"
+    )
+
+
+if __name__ == "__main__":
+    main(parse_cli(EvalScriptConfig()))

@@ -1,0 +1,156 @@
+"""The model of an evaluation: found wherever it lies, and written into the engine tensor by tensor."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lib.checkpoint_files import FileEntry, find_checkpoints, hash_file, share, verify
+from lib.dist import World
+from lib.errors import DamagedCheckpoint, UserError, WeightSyncError
+from lib.model import SafetensorsFolder
+from lib.model_files import ModelFiles, check_model_files, expected_shapes
+from lib.rollout import RolloutConfig, RolloutEngine
+from lib.shards import read_shards
+from lib.weight_files import iter_weight_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalModel:
+    """A model that passed the checks."""
+
+    files: ModelFiles
+    """Its config and tokenizer."""
+    shards: Path | None
+    """The folder of a checkpoint's weights; None: safetensors in the folder of `files`."""
+    fingerprint: str
+    """16 hexadecimal digits that change with any byte of the weights or of config.json."""
+    warnings: tuple[str, ...]
+
+
+def find_model(path: str, world: World, *, max_prompt_len: int, rollout: RolloutConfig) -> EvalModel:
+    """The model at a Hugging Face folder, a hub id, RUN (its newest whole checkpoint), global_step_N or .../actor.
+
+    Executed by all ranks together, which share the hashing. Raises UserError as training does, DamagedCheckpoint for a
+    checkpoint that is not what was saved.
+    """
+    actor, warnings = world.agree(lambda: _find_actor(path))
+    files = world.agree(
+        lambda: check_model_files(
+            path if actor is None else str(actor / "huggingface"), with_weights=actor is None,
+            max_prompt_len=max_prompt_len, max_response_len=rollout.max_response_len,
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+        )
+    )  # fmt: skip
+    hashes = _hash_folder(files.folder, world) if actor is None else _verify(actor, world)
+    text = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
+    return EvalModel(
+        files=files,
+        shards=None if actor is None else actor / "model",
+        fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
+        warnings=tuple(warnings),
+    )
+
+
+def _find_actor(path: str) -> tuple[Path | None, list[str]]:
+    """The `actor` folder of a checkpoint, and warnings; None for what is no checkpoint."""
+    folder = Path(path).expanduser()
+    if not path.strip() or not folder.is_dir():
+        return None, []
+    if (folder / "huggingface").is_dir() and (folder / "model").is_dir():
+        return folder.absolute(), []
+    if (folder / "actor").is_dir():
+        return (folder / "actor").absolute(), []
+    found = find_checkpoints(folder)
+    whole = next((checkpoint for checkpoint in found if checkpoint.problem is None), None)
+    if whole is not None:
+        skipped = found[: found.index(whole)]
+        return (whole.path / "actor").absolute(), [f"skipped: {checkpoint.problem}" for checkpoint in skipped]
+    if found:
+        raise DamagedCheckpoint(found[0].problem)
+    if (folder / "status.json").is_file():
+        raise UserError(
+            f"the run has no checkpoint; --model.path {path}; found a run's status.json and no global_step_N, expected "
+            "at least 1; let it train up to one, or give another model"
+        )
+    return None, []
+
+
+def _verify(actor: Path, world: World) -> dict[str, str]:
+    """{file: hash} of the policy's weights and config, which every byte was compared with."""
+
+    def check() -> dict[str, str]:
+        manifest = verify(actor.parent, [])
+        wanted = {name: entry for name, entry in manifest.files.items()
+                  if name.startswith(("actor/model/", "actor/huggingface/"))}  # fmt: skip
+        verify(actor.parent, share(wanted, world.rank, world.size))
+        is_ours = {name for name in wanted if name.startswith("actor/model/") or name.endswith("/config.json")}
+        return {name: wanted[name].hash for name in is_ours}
+
+    return world.agree(check)
+
+
+def _hash_folder(folder: Path, world: World) -> dict[str, str]:
+    """{file: hash} of a Hugging Face folder's weights and config."""
+    paths = [folder / "config.json", *(file for file, _ in iter_weight_files(folder))]
+    sizes = {path.name: FileEntry(path.stat().st_size, "") for path in paths}
+    own = {name: hash_file(folder / name).hash for name in share(sizes, world.rank, world.size)}
+    return {name: digest for of_rank in world.gather(own) for name, digest in of_rank.items()}
+
+
+# ---- Weights ----
+
+
+def iter_weights(model: EvalModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by its Hugging Face name, whole, on the CPU, in the given precision; one at a time.
+
+    Raises UserError or DamagedCheckpoint for a tensor that is missing, of another shape, or not finite.
+    """
+    shapes = expected_shapes(model.files.config)
+    if model.shards is None:
+        folder = SafetensorsFolder(str(model.files.folder))
+        for name, shape in shapes.items():
+            tensor = torch.empty(shape, dtype=dtype)
+            folder.read_into_(tensor, name)
+            yield name, tensor
+        return
+    shards = read_shards(model.shards)
+    found = {name: tensor.shape for name, tensor in shards.tensors.items()}
+    if found != shapes:
+        name = min(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
+        raise DamagedCheckpoint(
+            f"the checkpoint's weights are not those of its config.json; {name} in {model.shards}; found shape "
+            f"{found.get(name)}, expected {shapes.get(name)}; use another checkpoint of the run"
+        )
+    for name in shapes:
+        shards.tensors[name].check()
+        yield name, shards.tensors[name].read(dtype)
+        shards.release()
+
+
+def load_engine_(engine: RolloutEngine, model: EvalModel, world: World) -> int:
+    """Writes the model into the engine; gives the number of engine parameters, none of which keeps a number it had.
+
+    Every parameter is NaN before, and finite after: the engine started with random weights, and one that was left so
+    would be seen by nobody. Executed by all ranks; raises WeightSyncError on all of them.
+    """
+
+    @torch.no_grad()
+    def load() -> int:
+        held = engine.parameters()
+        for parameter in held.values():
+            parameter.fill_(torch.nan)
+        engine.load_weights(iter_weights(model, next(iter(held.values())).dtype))
+        left = sorted(name for name, parameter in held.items() if not bool(torch.isfinite(parameter).all()))
+        if left:
+            raise WeightSyncError(
+                f"the model did not reach {len(left)} of {len(held)} engine parameters; {model.files.folder}; the "
+                f"first is {left[0]}; its architecture is laid out in a way this version does not know; please report "
+                "the model's config.json"
+            )
+        return len(held)
+
+    return world.agree(load)

@@ -1,0 +1,57 @@
+"""The scores of an evaluation's responses: sent to reward workers one group at a time, met again on all ranks."""
+
+from lib.dist import World
+from lib.eval_files import EvalDataConfig, Group
+from lib.parquet import Rows
+from lib.scoring import RewardConfig, Scorer, check_error_rate, check_reward, error_counts
+from lib.terminal import Terminal
+from lib.types import Rollout, Sample, Score
+
+
+def try_reward(reward: RewardConfig, data: EvalDataConfig, rows: Rows) -> str:
+    """A line about the reward function, which can score the first rows and knows every data source."""
+    trials = {rows.where(row): rows[row] for row in range(min(3, len(rows)))}
+    return check_reward(reward, rows.data_sources(data.max_samples), trials)
+
+
+def plain_samples(rows: Rows, num_rows: int) -> list[Sample]:
+    """The first rows as reward functions need them, uid = row: without tokens, hence without a tokenizer."""
+    samples = []
+    for uid in range(num_rows):
+        row = rows[uid]
+        samples.append(
+            Sample(
+                uid=uid,
+                prompt_ids=[],
+                data_source=row["data_source"],
+                ground_truth=row["reward_model"]["ground_truth"],
+                extra_info=row["extra_info"],
+            )
+        )
+    return samples
+
+
+def submit(scorer: Scorer, group: Group, sample: Sample) -> None:
+    """Queues a group's responses and returns at once."""
+    for index, (text, reason) in enumerate(zip(group.responses, group.finish_reasons, strict=True)):
+        rollout = Rollout(
+            sample=sample, index=index, response_ids=[], rollout_log_probs=None, finish_reason=reason or "unknown"
+        )
+        scorer.submit(rollout, text)
+
+
+def collect_scores(scorer: Scorer, cfg: RewardConfig, world: World, terminal: Terminal) -> dict[int, list[Score]]:
+    """{uid: scores in index order} of everything that any rank submitted, on all ranks. Waits for the last one.
+
+    Executed by all ranks. Raises RewardError when too many failed.
+    """
+    with terminal.progress("scoring", scorer.num_submitted) as advance:
+        own = scorer.collect(advance)
+    for text, count in error_counts(own).items():
+        print(f"the reward of {count} responses failed: {text}")
+    check_error_rate(own, cfg, world)
+    found: dict[int, dict[int, Score]] = {}
+    for of_rank in world.gather([(r.sample.uid, r.index, r.score) for r in own]):
+        for uid, index, score in of_rank:
+            found.setdefault(uid, {})[index] = score
+    return {uid: [scores[index] for index in range(len(scores))] for uid, scores in found.items()}

@@ -1,0 +1,78 @@
+"""The terminal that a script was started from, while what libraries print goes to a log."""
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from lib.dist import World
+
+CLEAR_LINE = "\r\x1b[K"
+
+
+class Terminal:
+    """Lines and progress bars of rank 0. With a log file, file descriptors 1 and 2 of this rank lead there meanwhile.
+
+    Use it as a context manager; the descriptors are given back at its end.
+    """
+
+    def __init__(self, world: World, log_file: Path | None) -> None:
+        self.world = world
+        self.console = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
+        self._saved: tuple[int, int] | None = None
+        if log_file is not None:
+            with open(log_file, "ab") as log:
+                _flush()
+                self._saved = os.dup(1), os.dup(2)
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._saved is not None:
+            _flush()
+            for fd, saved in zip((1, 2), self._saved, strict=True):
+                os.dup2(saved, fd)
+                os.close(saved)
+        self._saved = None
+
+    def say(self, text: str) -> None:
+        """Prints a line, or several."""
+        if self.world.rank == 0:
+            print((CLEAR_LINE if self.console.isatty() else "") + text, file=self.console, flush=True)
+
+    @contextmanager
+    def progress(self, label: str, total: int) -> Iterator[Callable[[], None]]:
+        """A bar on a terminal, else a line every 10 seconds: call the yielded function for every one that is done."""
+        start = shown = time.monotonic()
+        is_tty, done = self.console.isatty(), 0
+
+        def advance() -> None:
+            nonlocal done, shown
+            done, now = done + 1, time.monotonic()
+            if self.world.rank != 0 or now - shown < (0.1 if is_tty else 10.0):
+                return
+            shown = now
+            text = f"  {label}: {done}/{total}, {now - start:.0f} s"
+            bar = "#" * min(20, 20 * done // max(1, total))
+            if is_tty:
+                print(f"{CLEAR_LINE}{text} [{bar:.<20}]", end="", file=self.console, flush=True)
+            else:
+                self.say(text)
+
+        yield advance
+        if is_tty and self.world.rank == 0:
+            print(CLEAR_LINE, end="", file=self.console, flush=True)
+
+
+def _flush() -> None:
+    """Empties Python's and C's output buffers, so that nothing printed before a redirection comes out after it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ctypes.CDLL(None).fflush(None)
