@@ -74,12 +74,13 @@ def _score_summary(scores: Sequence[Sequence[Score]], n: int) -> Summary:
         return summary
     values = [[value_of(score, variable) for score in of_prompt] for of_prompt in scored]
 
+    is_binary = set(chain.from_iterable(values)) <= {0.0, 1.0}
+
     def estimate(per_prompt: list[float]) -> dict[str, float]:
-        low, high = confidence_interval(per_prompt, num_responses=num_scored)
+        low, high = confidence_interval(per_prompt, most=num_scored if is_binary else None)
         return {"value": float(np.mean(per_prompt)), "low": low, "high": high}
 
     summary[f"mean@{n}"] = estimate([float(np.mean(of_prompt)) for of_prompt in values if of_prompt])
-    is_binary = set(chain.from_iterable(values)) <= {0.0, 1.0}
     has_answers = any(prediction_of(score) is not None for score in every)
     for k in powers_up_to(n) if is_binary else []:
         enough = [place for place, of_prompt in enumerate(values) if len(of_prompt) >= k]

@@ -51,21 +51,22 @@ def _subsets(n: int, k: int) -> np.ndarray:
     return np.argsort(np.random.PCG64([n, k]).random_raw((SUBSETS, n)), axis=1, kind="stable")[:, :k]
 
 
-def confidence_interval(values: Sequence[float], *, num_responses: int) -> tuple[float, float]:
+def confidence_interval(values: Sequence[float], *, most: int | None = None) -> tuple[float, float]:
     """The 95 % confidence interval of the mean of one value a prompt, prompts being drawn at random.
 
     Values in [0, 1]: Wilson's score interval (1927), which holds for few prompts and near 0 and 1 too, with the
-    effective number of prompts: as many yes-or-no prompts as would give the mean this variance (the prompts' own
-    number when all values are 0 or 1), at most `num_responses`. Other values: mean +- 1.96 standard errors.
+    effective number of prompts: as many yes-or-no prompts as would give the mean this variance. That is the prompts'
+    own number when all values are 0 or 1, and `most`, the number of yes-or-no responses behind the values, at most:
+    few prompts may be alike by chance. Other values: mean +- 1.96 standard errors.
     """
     array = np.array(values, dtype=float)
-    num, mean = len(array), float(array.mean())
-    variance = float(array.var())
+    num, mean, variance = len(array), float(array.mean()), float(array.var())
     if array.min() < 0 or array.max() > 1:
         half = Z_95 * math.sqrt(variance / max(1, num - 1))
         return mean - half, mean + half
     binary = mean * (1 - mean)
-    size = min(num * binary / variance, num_responses) if variance else num_responses if binary else num
+    size = num * binary / variance if variance else math.inf
+    size = num if not binary or (math.isinf(size) and most is None) else min(size, most or math.inf)
     spread = Z_95**2 / size
     centre = (mean + spread / 2) / (1 + spread)
     half = math.sqrt(binary * spread + spread**2 / 4) / (1 + spread)

@@ -17,6 +17,7 @@ ORDER = [
     *("kl", "correction"),
     *("attention", "model", "fsdp", "forward", "optim", "critic", "console", "tracking", "engine_patches"),
     *("rollout", "weight_sync", "evaluate", "sampling", "train_config", "launch"),
+    *("passk", "terminal", "eval_files", "eval_model", "eval_scores", "eval_report"),
 ]
 """A lib module imports only modules named before it."""
 HEAVY = {"vllm": {"rollout", "engine_patches"}, "wandb": {"tracking"}, "peft": set(), "math_verify": {"rewards"}}
@@ -63,9 +64,10 @@ def test_recipes_do_not_import_recipes(path):
     assert not any(module.startswith("recipes") for module in imported(path))
 
 
-def test_the_script_starts_without_heavy_packages():
+@pytest.mark.parametrize("script", ["train_grpo", "eval"])
+def test_a_script_starts_without_heavy_packages(script):
     heavy = ["transformers", "vllm", "pyarrow", "matplotlib", "tensorboard", "peft", "math_verify", "wandb"]
-    code = f"import sys, train_grpo; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, {script}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 

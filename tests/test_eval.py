@@ -1,0 +1,480 @@
+"""eval.py: every response once, whatever happens; the same bytes from any ranks, model folder or checkpoint."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eval import EvalScriptConfig
+from lib.checkpoint_files import hash_file, publish, stage
+from lib.config import parse_args
+from lib.dist import SINGLE
+from lib.errors import DamagedCheckpoint, UserError
+from lib.eval_files import COLUMNS, Group, Parts, check_output, parts_folder, read_input
+from lib.eval_model import find_model, iter_weights
+from lib.eval_report import render_page, summarise
+from lib.rollout import RolloutConfig
+from lib.types import Sample, Score
+from tests.ranks import ROOT, torchrun
+from tests.tiny import make_model, make_questions, make_tokenizer
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["index"] == 3:
+        return None
+    right = len(solution_str.encode()) % 3 == 0
+    return {"score": 2.0 * right - 1, "acc": right, "pred": str(len(solution_str) % 4), "format": solution_str != ""}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with its tokenizer, questions, a reward function, and a checkpoint of the same weights in 3 shards."""
+    folder = tmp_path_factory.mktemp("eval")
+    make_model(folder / "model")
+    make_tokenizer(folder / "model")
+    make_questions(folder / "questions.parquet", count=20, start=0)
+    (folder / "reward.py").write_text(REWARD)
+    make_checkpoint(folder / "run", 4, folder / "model")
+    return folder
+
+
+def make_checkpoint(run, step, model):
+    """A checkpoint as training leaves it: float32 shards split unevenly along the first dimension, manifest last."""
+    staging = stage(run, step, "test")
+    (staging / "actor" / "model").mkdir(parents=True)
+    shutil.copytree(
+        model, staging / "actor" / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True
+    )
+    weights = load_file(model / "model.safetensors")
+    for rank, (start, end) in enumerate([(0.0, 0.3), (0.3, 0.3), (0.3, 1.0)]):
+        pieces = {}
+        for name, weight in weights.items():
+            begin = int(start * len(weight))
+            pieces[name] = (weight[begin : int(end * len(weight))].contiguous(), [begin] + [0] * (weight.dim() - 1))
+        offsets = {name: {"saved_offsets": offset} for name, (_, offset) in pieces.items()}
+        file = staging / "actor" / "model" / f"shard-{rank}.safetensors"
+        save_file({name: piece for name, (piece, _) in pieces.items()}, file,
+                  metadata={"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"})  # fmt: skip
+    (staging / "trainer.json").write_text("{}")
+    files = {str(path.relative_to(staging)): hash_file(path) for path in staging.rglob("*") if path.is_file()}
+    publish(staging, run / f"global_step_{step}", files, inventory={})
+
+
+def words(folder, output, *more, model="model", n=4):
+    return (
+        "eval.py", "--model.path", str(folder / model), "--data.files", str(folder / "questions.parquet"),
+        "--output", str(folder / output), "--data.max-prompt-len", "24", "--rollout.max-response-len", "12",
+        "--rollout.n", str(n), "--rollout.temperature", "1.0", "--reward.path", str(folder / "reward.py"),
+        "--reward.num-workers", "1", "--seed", "3", *more,
+    )  # fmt: skip
+
+
+def start(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, **options
+    )
+
+
+def outputs(folder, name):
+    return [(folder / name).with_suffix(suffix).read_bytes() for suffix in (".parquet", ".json", ".html")]
+
+
+# ---- The whole command ----
+
+
+@pytest.fixture(scope="module")
+def one_process(folder):
+    return start(*words(folder, "one.parquet"))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder, one_process):
+    """2 ranks, from the run folder's newest checkpoint."""
+    return torchrun(2, *words(folder, "two.parquet", model="run"))
+
+
+def test_the_output_has_the_inputs_rows_and_a_list_per_row(folder, one_process):
+    assert one_process.returncode == 0, one_process.stdout + one_process.stderr[-3000:]
+    before, after = (pq.read_table(folder / name) for name in ("questions.parquet", "one.parquet"))
+    assert after.column_names == [*before.column_names, *COLUMNS]
+    assert after.select(before.column_names).equals(before)
+    for row in after.to_pylist():
+        assert [len(row[name]) for name in COLUMNS] == [4] * 5
+        for text, score, answer, reason, length in zip(*(row[name] for name in COLUMNS), strict=True):
+            assert reason == ("length" if length == 12 else "stop") or (reason, length) == ("stop", 12)
+            declined = row["extra_info"]["index"] == 3
+            assert score == (None if declined else 1.0 if len(text.encode()) % 3 == 0 else -1.0)
+            assert answer == (None if declined else str(len(text) % 4))
+    assert len({tuple(row["responses"]) for row in after.to_pylist()}) > 15
+    assert not parts_folder(folder / "one.parquet").exists()
+
+
+def test_the_terminal_shows_the_evaluation_and_not_the_libraries(one_process):
+    assert "0 of 20 prompts are finished already" in one_process.stdout
+    assert "all 18 tensors were written" in one_process.stdout and "pass@4" in one_process.stdout
+    for noise in ("INFO", "WARNING", "Warning", "Traceback", "nanobind"):
+        assert noise not in one_process.stdout + one_process.stderr
+
+
+def test_ranks_and_the_kind_of_model_folder_change_no_byte(folder, one_process, two_ranks):
+    assert two_ranks.returncode == 0, two_ranks.stdout + two_ranks.stderr[-3000:]
+    one, two = outputs(folder, "one.parquet"), outputs(folder, "two.parquet")
+    assert one[0] == two[0] and one[2].replace(b"/model on", b"/run on") == two[2]
+    one, two = (json.loads(text) for text in (one[1], two[1]))
+    assert one["summary"] == two["summary"] and one["responses"]["prompts"] == two["responses"]["prompts"]
+    assert one["summary"]["overall"]["num_unscored"] == 4 and one["summary"]["test"]["variable"] == "acc"
+
+
+def test_scoring_alone_gives_the_scores_of_the_whole_run_without_a_model(folder, one_process):
+    file = folder / "one.parquet"
+    code = (
+        "import sys; sys.argv[0] = 'eval.py'; import runpy; runpy.run_path('eval.py', run_name='__main__');"
+        "assert not {'vllm', 'transformers'} & set(sys.modules)"
+    )
+    done = start("-c", code, "--score-only", "--data.files", str(file), "--output", str(folder / "again.parquet"),
+                 "--reward.path", str(folder / "reward.py"))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "again.parquet").read_bytes() == file.read_bytes()
+    one, again = (json.loads((folder / name).read_text())["summary"] for name in ("one.json", "again.json"))
+    assert one == again
+
+
+@pytest.mark.slow
+def test_greedy_responses_of_a_tensor_parallel_engine_are_those_of_one(folder):
+    greedy = ("--rollout.temperature", "0", "--generate-only")
+    for size, output in (("1", "tp1.parquet"), ("2", "tp2.parquet")):
+        done = torchrun(2, *words(folder, output, *greedy, "--rollout.tensor-model-parallel-size", size, n=1))
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert outputs(folder, "tp1.parquet") == outputs(folder, "tp2.parquet")
+    assert "scores" not in pq.read_schema(folder / "tp1.parquet").names
+
+
+# ---- Killed and started again ----
+
+
+def finished_uids(parts):
+    """The uid of every whole line, in the files' order."""
+    lines = [line for file in sorted(parts.glob("rank_*.jsonl")) for line in file.read_bytes().split(b"\n")[:-1]]
+    return [json.loads(line.split(b" ", 1)[1])["uid"] for line in lines if line.endswith(b"}")]
+
+
+def descendants(pid):
+    """The process and all below it."""
+    parents = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat") as file:
+                    parents[int(entry)] = int(file.read().rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+    found = [pid]
+    for process in found:
+        found += [child for child, parent in parents.items() if parent == process]
+    return found
+
+
+def killed_after(command, parts, *, num_groups, delay_s):
+    """Starts the command and kills all of it once so many groups are finished, and some time later."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                               env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    deadline = time.monotonic() + 200
+    while process.poll() is None and time.monotonic() < deadline:
+        if parts.exists() and len(finished_uids(parts)) >= num_groups:
+            break
+        time.sleep(0.002)
+    time.sleep(delay_s)
+    for pid in descendants(process.pid):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return process.communicate(timeout=60)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_killed_at_any_moment_and_started_again_equals_undisturbed_and_generates_nothing_twice(folder, num_ranks):
+    make_questions(folder / "many.parquet", count=48, start=0)
+    slow = ("--data.files", str(folder / "many.parquet"), "--rollout.max-response-len", "64", "--rollout.max-num-seqs",
+            "4", "--rollout.ignore-eos", "True")  # fmt: skip
+    undisturbed = start(*words(folder, f"whole_{num_ranks}.parquet", *slow))
+    assert undisturbed.returncode == 0, undisturbed.stdout + undisturbed.stderr[-3000:]
+    output = f"killed_{num_ranks}.parquet"
+    parts = parts_folder(folder / output)
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}", "--standalone"]
+    command = [*launcher, *words(folder, output, *slow)]
+    generator, num_finished = random.Random(num_ranks), 0
+    for num_groups in (0, generator.randint(1, 16), generator.randint(17, 32), generator.randint(33, 44)):
+        said = killed_after(command, parts, num_groups=num_groups, delay_s=generator.random() * 0.2)
+        uids = finished_uids(parts)
+        assert len(uids) == len(set(uids)) >= num_finished  # every group once, over all launches so far
+        if "finished already" in said:
+            assert f"{num_finished} of 48 prompts are finished already" in said
+        num_finished = len(uids)
+    assert 33 <= num_finished <= 48
+    done = torchrun(num_ranks, *words(folder, output, *slow))
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert f"{num_finished} of 48 prompts are finished already" in done.stdout
+    assert num_finished == 48 or f"generated {48 - num_finished} prompts x 4" in done.stdout
+    assert outputs(folder, output) == outputs(folder, f"whole_{num_ranks}.parquet")
+
+
+STATE = {"--rollout.n": 2, "model": "abc"}
+
+
+def group(uid, **changes):
+    known = dict(responses=["a\n☃", "b"], finish_reasons=["stop", "length"], response_lengths=[1, 2])
+    return Group(uid=uid, **{**known, **changes})
+
+
+def test_a_line_cut_short_or_changed_is_generated_again_and_spoils_no_other(tmp_path):
+    first = Parts(tmp_path / "parts", STATE, SINGLE, overwrite=False)
+    assert first.groups == {}
+    for uid in (5, 0, 2):
+        first.add(group(uid))
+    file = tmp_path / "parts" / "rank_0.jsonl"
+    whole = file.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(whole) if byte == 10]
+    first._file.close()
+    for length in range(len(whole) + 1):
+        file.write_bytes(whole[:length])
+        again = Parts(tmp_path / "parts", STATE, SINGLE, overwrite=False)
+        complete = sum(end - 1 <= length for end in ends)  # only the newline may be missing
+        assert list(again.groups) == [5, 0, 2][:complete]
+        again.add(group(7))
+        assert list(again.read()) == [*[5, 0, 2][:complete], 7] and again.read()[7] == group(7)
+        again._file.close()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        file.write_bytes(damaged)
+        again = Parts(tmp_path / "parts", STATE, SINGLE, overwrite=False)
+        assert all(found == group(uid) for uid, found in again.groups.items()) and len(again.groups) >= 1
+        again._file.close()
+
+
+def test_another_evaluations_parts_are_refused_by_the_names_of_what_differs(tmp_path):
+    first = Parts(tmp_path / "parts", STATE, SINGLE, overwrite=False)
+    first.add(group(0))
+    with pytest.raises(UserError, match="another evaluation writes here"):
+        Parts(tmp_path / "parts", STATE, SINGLE, overwrite=False)
+    first._file.close()
+    with pytest.raises(UserError, match=r"--rollout.n 2 \(now 4\), model 'abc' \(now 'def'\)"):
+        Parts(tmp_path / "parts", {"--rollout.n": 4, "model": "def"}, SINGLE, overwrite=False)
+    assert list(Parts(tmp_path / "parts", STATE, SINGLE, overwrite=True).groups) == [0]  # nothing differs: go on
+    (tmp_path / "parts" / "notes.txt").write_text("mine")
+    other = Parts(tmp_path / "parts", {"model": "def"}, SINGLE, overwrite=True)
+    assert other.groups == {} and (tmp_path / "parts" / "notes.txt").exists()
+
+
+# ---- The model ----
+
+
+def test_every_kind_of_path_gives_the_same_weights(folder):
+    limits = dict(max_prompt_len=24, rollout=RolloutConfig(max_response_len=12))
+    expected = load_file(folder / "model" / "model.safetensors")
+    fingerprints = {}
+    for path in ("model", "run", "run/global_step_4", "run/global_step_4/actor"):
+        model = find_model(str(folder / path), SINGLE, **limits)
+        found = dict(iter_weights(model, torch.float32))
+        assert {name for name in expected if name != "lm_head.weight"} == set(found)
+        assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
+        fingerprints[path] = model.fingerprint
+    assert len(set(fingerprints.values())) == 2  # a folder and a checkpoint have different files
+
+
+def test_a_fingerprint_changes_with_any_weight(folder, tmp_path):
+    limits = dict(max_prompt_len=24, rollout=RolloutConfig(max_response_len=12))
+    before = find_model(str(folder / "model"), SINGLE, **limits).fingerprint
+    copy = shutil.copytree(folder / "model", tmp_path / "model")
+    assert find_model(str(copy), SINGLE, **limits).fingerprint == before
+    data = bytearray((copy / "model.safetensors").read_bytes())
+    data[-1000] ^= 1
+    (copy / "model.safetensors").write_bytes(data)
+    assert find_model(str(copy), SINGLE, **limits).fingerprint != before
+
+
+def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_taken(folder, tmp_path):
+    limits = dict(max_prompt_len=24, rollout=RolloutConfig(max_response_len=12))
+    make_checkpoint(tmp_path / "run", 2, folder / "model")
+    make_checkpoint(tmp_path / "run", 6, folder / "model")
+    shard = tmp_path / "run" / "global_step_6" / "actor" / "model" / "shard-2.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    model = find_model(str(tmp_path / "run"), SINGLE, **limits)
+    assert "global_step_2" in str(model.shards) and "shard-2.safetensors" in model.warnings[0]
+    shard.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])  # of its full size: only its hash tells
+    with pytest.raises(DamagedCheckpoint, match=r"shard-2\.safetensors"):
+        find_model(str(tmp_path / "run" / "global_step_6"), SINGLE, **limits)
+    shutil.rmtree(tmp_path / "run" / "global_step_2")
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(DamagedCheckpoint, match=r"shard-2\.safetensors"):
+        find_model(str(tmp_path / "run"), SINGLE, **limits)
+    shutil.rmtree(tmp_path / "run" / "global_step_6")
+    (tmp_path / "run" / "status.json").write_text("{}")
+    with pytest.raises(UserError, match="the run has no checkpoint"):
+        find_model(str(tmp_path / "run"), SINGLE, **limits)
+
+
+@pytest.mark.slow
+def test_a_parameter_that_no_weight_reaches_stops_the_evaluation(folder, tmp_path):
+    code = (
+        "import eval, lib.eval_model as m, sys; whole = m.iter_weights\n"
+        "m.iter_weights = lambda *a: ((n, w) for n, w in whole(*a) if n != 'model.layers.1.mlp.down_proj.weight')\n"
+        "eval.main(eval.parse_cli(eval.EvalScriptConfig()))\n"
+    )
+    done = start("-c", code, *words(folder, "poison.parquet")[1:])
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert done.returncode == 1 and "did not reach 1 of 18" in line and "model.layers.1.mlp.down_proj.weight" in line
+
+
+# ---- Summary and page ----
+
+
+def scored(uid, *scores):
+    reasons, lengths = ["length", *["stop"] * (len(scores) - 1)], list(range(1, len(scores) + 1))
+    return Group(uid=uid, responses=["x"] * len(scores), finish_reasons=reasons, response_lengths=lengths,
+                 scores=[score if isinstance(score, Score) else Score(score=score) for score in scores])  # fmt: skip
+
+
+def test_the_summary_counts_what_it_says():
+    groups = [scored(0, 1.0, 0.0), scored(1, 0.0, 0.0), scored(2, 1.0, None), scored(3, None, None)]
+    summaries = summarise(groups, ["a", "b", "a", "b"])
+    assert list(summaries) == ["a", "b", "overall"]
+    overall = summaries["overall"]
+    assert (overall["num_prompts"], overall["num_responses"], overall["n"], overall["num_unscored"]) == (4, 8, 2, 3)
+    assert overall["mean@2"]["value"] == pytest.approx((0.5 + 0 + 1) / 3)  # prompts weigh alike
+    assert overall["pass@1"]["value"] == pytest.approx((0.5 + 0 + 1) / 3)
+    assert overall["pass@2"]["value"] == pytest.approx((1 + 0) / 2)  # two responses are scored for two prompts only
+    assert overall["score_mean"] == pytest.approx(2 / 5) and overall["truncation_rate"] == 0.5
+    assert overall["response_length"]["mean"] == 1.5 and "maj@2" not in overall and "format_rate" not in overall
+    assert summaries["a"]["pass@2"]["value"] == 1 and summaries["b"]["pass@2"]["value"] == 0
+
+
+def test_acc_format_and_answers_are_read_and_other_scores_have_no_pass_at_k():
+    right = Score(score=0.7, extras={"acc": True, "pred": "7", "format": 1.0})
+    wrong = Score(score=-0.3, extras={"acc": False, "pred": "", "format": 0.0})
+    overall = summarise([scored(0, right, right, wrong), scored(1, wrong, wrong, right)], ["a", "a"])["overall"]
+    assert overall["variable"] == "acc" and overall["mean@3"]["value"] == overall["pass@1"]["value"] == 0.5
+    assert overall["format_rate"] == 0.5 and overall["maj@3"]["value"] == 1.0  # without an answer there is no vote
+    plain = summarise([scored(0, 0.7, -0.3)], ["a"])["overall"]
+    assert plain["variable"] == "score" and "pass@1" not in plain and plain["mean@2"]["value"] == pytest.approx(0.2)
+    unscored = summarise([scored(0, None)], ["a"])["overall"]
+    assert unscored["num_unscored"] == 1 and "mean@1" not in unscored
+
+
+def test_the_page_escapes_every_text_and_needs_no_other_file():
+    evil = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
+    groups = [group(uid, responses=[evil, "b" * 9000], scores=[Score(score=float(uid), extras={"pred": evil}),
+              Score(score=None, error=evil)]) for uid in range(12)]  # fmt: skip
+    samples = [Sample(uid=uid, prompt_ids=[], data_source=evil, ground_truth=evil, extra_info={}) for uid in range(12)]
+    page = render_page(
+        evil, summarise(groups, [evil] * 12), groups, samples, lambda _: [{"role": evil, "content": evil}]
+    )
+    assert "<script" not in page and "<img" not in page and page.count("&lt;script&gt;") > 40
+    assert "http" not in page and "src=x" in page
+    worst, best = page.split("Best prompts")
+    assert "prompt 0 |" in worst and "prompt 11 |" in best and "prompt 11 |" not in worst
+    assert "characters left out" not in page  # the long response is nobody's worst or best
+    assert "First prompts" in render_page("t", {}, [group(0)], samples, lambda _: [])
+
+
+# ---- What is refused ----
+
+
+def refused(folder, *more, **changes):
+    done = start(*words(folder, changes.pop("output", "refused.parquet"), *more, **changes))
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert done.returncode == int(line[6]), line
+    assert line.count("; ") >= 2 and not list(folder.glob("refused*")), line
+    return line
+
+
+def test_bad_input_ends_with_one_line_before_anything_is_written(folder):
+    assert "no such model folder" in refused(folder, model="modl")
+    assert "column 'data_source' is missing" in refused(folder, "--data.files", str(_table(folder, ["prompt"])))
+    copy = shutil.copytree(folder / "model", folder / "vocabulary", dirs_exist_ok=True)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    assert "embed_tokens.weight" in refused(folder, model="vocabulary")
+
+
+def _table(folder, names):
+    path = folder / "columns.parquet"
+    pq.write_table(pq.read_table(folder / "questions.parquet").select(names), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (("--rollout.temperature", "0"), ("--rollout.n 4", "set --rollout.temperature 1.0, or --rollout.n 1")),
+        (("--generate-only", "--score-only"), ("nothing is left to do",)),
+        (("--rollout.log-probs", "True"), ("only training has",)),
+        (("--seed", "-1"), ("--seed", "0 to 2**63")),
+        (("--data.max-samples", "0"), ("--data.max-samples", "at least 1")),
+        (("--data.max-prompt-len", "0"), ("--data.max-prompt-len", "at least 1")),
+        (("--data.train-files", "x"), ("nearest is --data.files",)),
+    ],
+)
+def test_options_that_do_not_fit_are_told_with_a_remedy(folder, options, parts):
+    with pytest.raises(UserError) as caught:
+        parse_args(EvalScriptConfig(), [*words(folder, "x.parquet")[1:], *options])
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_an_existing_output_is_refused_unless_unfinished_and_an_input_is_never_written(tmp_path):
+    make_questions(tmp_path / "in.parquet", count=2, start=0)
+    files = (str(tmp_path / "in.parquet"),)
+    out = tmp_path / "new" / "out.parquet"
+    assert check_output(str(out), files, overwrite=False) == out and not out.parent.exists()
+    for name in ("out.parquet", "out.json", "out.html"):
+        (tmp_path / name).write_text("")
+        with pytest.raises(UserError, match=f"the output exists.*{name}.*--overwrite"):
+            check_output(str(tmp_path / "out.parquet"), files, overwrite=False)
+        check_output(str(tmp_path / "out.parquet"), files, overwrite=True)
+        (tmp_path / name).unlink()
+    (tmp_path / "out.parquet").write_text("")
+    Parts(parts_folder(tmp_path / "out.parquet"), STATE, SINGLE, overwrite=False)
+    check_output(str(tmp_path / "out.parquet"), files, overwrite=False)
+    (tmp_path / "link.parquet").symlink_to(tmp_path / "in.parquet")
+    for name in ("in.parquet", "link.parquet"):
+        with pytest.raises(UserError, match="the output is an input"):
+            check_output(str(tmp_path / name), files, overwrite=True)
+    with pytest.raises(UserError, match=r"expected NAME\.parquet"):
+        check_output(str(tmp_path / "out.csv"), files, overwrite=False)
+
+
+def test_columns_of_responses_are_asked_for_or_refused(tmp_path):
+    make_questions(tmp_path / "in.parquet", count=2, start=0)
+    table = pq.read_table(tmp_path / "in.parquet")
+
+    def read(column=None, *, with_responses):
+        changed = table if column is None else table.append_column("responses", pa.array(column))
+        pq.write_table(changed, tmp_path / "changed.parquet")
+        cfg = parse_args(EvalScriptConfig(), ["--output", "x", "--data.files", str(tmp_path / "changed.parquet")])
+        return read_input(cfg.data, with_responses=with_responses)
+
+    assert len(read([["a"], ["b", "c"]], with_responses=True)[0]) == 2
+    for column, with_responses, message in (
+        ([["a"], ["b"]], False, "add --score-only"),
+        (None, True, "no responses to score"),
+        (["a", "b"], True, "a list of strings"),
+        ([["a"], []], True, "row 1"),
+        ([["a"], None], True, "row 1"),
+        ([["a"], [None]], True, "row 1"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read(column, with_responses=with_responses)
