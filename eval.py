@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lib.config import REQUIRED, parse_cli, reporting_errors
-from lib.data import DataFiles, Prompts, load_tokenizer, stop_token_ids, tokenize
-from lib.dist import World, init_distributed, shutdown_distributed
+from lib.dist import init_distributed, shutdown_distributed
 from lib.errors import UserError
 from lib.eval_files import (
     EvalDataConfig,
@@ -34,21 +33,16 @@ from lib.eval_files import (
     write_atomically,
     write_output,
 )
-from lib.eval_model import EvalModel, find_model, load_engine_
+from lib.eval_model import EvalModel, find_model, load_engine_, load_prompts, what_defines_responses
 from lib.eval_report import render_page, summarise, summary_table
 from lib.eval_scores import collect_scores, plain_samples, submit, try_reward
 from lib.evaluate import decode
 from lib.launch import check_same_config, check_same_prompts, check_tensor_parallel
-from lib.model import ModelConfig, check_model_config
-from lib.model_files import expected_shapes
-from lib.parquet import Rows
+from lib.model import ModelConfig
 from lib.rollout import RolloutConfig, RolloutEngine, training_sampling
 from lib.scoring import RewardConfig, Scorer
 from lib.terminal import Terminal
 from lib.types import Sample
-
-SAMPLING = ("n", "max_response_len", "temperature", "top_p", "top_k", "ignore_eos")
-"""The fields of RolloutConfig that decide what is sampled, beside `stop`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +113,11 @@ def evaluate(cfg: EvalScriptConfig) -> None:
     else:
         world.agree(lambda: check_tensor_parallel(cfg.rollout, world))
         model = find_model(cfg.model.path, world, max_prompt_len=cfg.data.max_prompt_len, rollout=cfg.rollout)
-        tokenizer, stop_ids, prompts = world.agree(lambda: load_prompts(cfg, model, rows))
+        tokenizer, stop_ids, prompts = world.agree(lambda: load_prompts(cfg.data, model, rows))
         check_same_prompts(prompts, prompts, world)
         samples, kept = prompts.all_samples(), prompts.kept
-        state = what_defines_responses(cfg, model, prompts, stop_ids, world)
+        dtype = str(cfg.model.compute_dtype(world)).removeprefix("torch.")
+        state = what_defines_responses(cfg.rollout, model, prompts, stop_ids, dtype=dtype, seed=cfg.seed)
         parts = Parts(parts_folder(output), state, world, overwrite=cfg.overwrite)
         groups, logs = parts.groups, parts.folder / "logs"
         notes += [*model.warnings, *prompts.warnings, f"{len(groups)} of {len(samples)} prompts are finished already"]
@@ -142,51 +137,24 @@ def evaluate(cfg: EvalScriptConfig) -> None:
         missing = [sample for sample in samples if sample.uid not in groups]
         if missing:
             generate(cfg, model, tokenizer, stop_ids, missing, parts=parts, scorer=scorer, terminal=terminal)
-            groups = world.agree(parts.read)
         scores = {} if scorer is None else collect_scores(scorer, cfg.reward, world, terminal)
 
-        # ---- Write ----
-        groups = [replace(groups[uid], scores=scores.get(uid)) for uid in range(len(samples))]
-        summaries = summarise(groups, [sample.data_source for sample in samples])
-
+        # ---- Write: all of it, then the parts are no longer needed ----
         def write() -> None:
-            found = {"responses": state, "reward": reward_note, "summary": summaries}
+            found = parts.read() if missing else groups
+            finished = [replace(found[uid], scores=scores.get(uid)) for uid in range(len(samples))]
+            summaries = summarise(finished, [sample.data_source for sample in samples])
             title = f"{cfg.model.path or 'Responses'} on {', '.join(cfg.data.files)}"
-            page = render_page(title, summaries, groups, samples, lambda place: rows[kept[place]]["prompt"])
-            write_atomically(output.with_suffix(".json"), (json.dumps(found, indent=2) + "\n").encode())
+            page = render_page(title, summaries, finished, samples, lambda place: rows[kept[place]]["prompt"])
+            text = json.dumps({"responses": state, "reward": reward_note, "summary": summaries}, indent=2)
             write_atomically(output.with_suffix(".html"), page.encode())
-            write_output(output, table.take(list(kept)), groups)
+            write_atomically(output.with_suffix(".json"), f"{text}\n".encode())
+            write_output(output, table.take(list(kept)), finished)
             if not cfg.score_only:
                 parts.delete()
+            terminal.say(f"{summary_table(summaries)}\nwritten: {output}, and .json and .html beside it")
 
         world.agree(lambda: write() if world.rank == 0 else None)
-        names = ", ".join(str(output.with_suffix(suffix)) for suffix in (".parquet", ".json", ".html"))
-        terminal.say(f"{summary_table(summaries)}\nwritten: {names}")
-
-
-def load_prompts(cfg: EvalScriptConfig, model: EvalModel, rows: Rows) -> tuple[Any, list[int], Prompts]:
-    """The tokenizer, the ids that end a response, and the prompts under the chat template."""
-    folder = model.files.folder
-    check_model_config(str(folder), expected_shapes(model.files.config))
-    tokenizer = load_tokenizer(folder, chat_template_kwargs=cfg.data.chat_template_kwargs)
-    files = DataFiles(train=None, val=rows, warnings=())
-    prompts = tokenize(cfg.data.as_validation(), files, tokenizer, split="val", files_flag="--data.files")
-    return tokenizer, stop_token_ids(tokenizer, folder), prompts
-
-
-def what_defines_responses(
-    cfg: EvalScriptConfig, model: EvalModel, prompts: Prompts, stop_ids: list[int], world: World
-) -> dict[str, Any]:
-    """Everything that the responses follow from: with the same values, finished ones need not be generated again."""
-    sampling = {name: getattr(cfg.rollout, name) for name in SAMPLING}
-    return {f"--rollout.{name.replace('_', '-')}": value for name, value in sampling.items()} | {
-        "--rollout.stop": list(cfg.rollout.stop),
-        "--seed": cfg.seed,
-        "model": model.fingerprint,
-        "--model.dtype": str(cfg.model.compute_dtype(world)).removeprefix("torch."),
-        "stop token ids": stop_ids,
-        "prompts": prompts.fingerprint,
-    }
 
 
 def generate(

@@ -4,18 +4,25 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lib.checkpoint_files import FileEntry, find_checkpoints, hash_file, share, verify
+from lib.checkpoint_files import FileEntry, find_checkpoints, hash_files, share, verify
+from lib.data import DataFiles, Prompts, load_tokenizer, stop_token_ids, tokenize
 from lib.dist import World
 from lib.errors import DamagedCheckpoint, UserError, WeightSyncError
-from lib.model import SafetensorsFolder
+from lib.eval_files import EvalDataConfig
+from lib.model import SafetensorsFolder, check_model_config
 from lib.model_files import ModelFiles, check_model_files, expected_shapes
+from lib.parquet import Rows
 from lib.rollout import RolloutConfig, RolloutEngine
 from lib.shards import read_shards
 from lib.weight_files import iter_weight_files
+
+SAMPLING = ("n", "max_response_len", "temperature", "top_p", "top_k", "ignore_eos")
+"""The fields of RolloutConfig that decide what is sampled, beside `stop`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +104,33 @@ def _hash_folder(folder: Path, world: World) -> dict[str, str]:
     """{file: hash} of a Hugging Face folder's weights and config."""
     paths = [folder / "config.json", *(file for file, _ in iter_weight_files(folder))]
     sizes = {path.name: FileEntry(path.stat().st_size, "") for path in paths}
-    own = {name: hash_file(folder / name).hash for name in share(sizes, world.rank, world.size)}
-    return {name: digest for of_rank in world.gather(own) for name, digest in of_rank.items()}
+    own = world.agree(lambda: hash_files(folder, share(sizes, world.rank, world.size)))
+    return {name: entry.hash for of_rank in world.gather(own) for name, entry in of_rank.items()}
+
+
+def load_prompts(data: EvalDataConfig, model: EvalModel, rows: Rows) -> tuple[Any, list[int], Prompts]:
+    """The tokenizer, the ids that end a response, and the prompts under the chat template. Raises UserError."""
+    folder = model.files.folder
+    check_model_config(str(folder), expected_shapes(model.files.config))
+    tokenizer = load_tokenizer(folder, chat_template_kwargs=data.chat_template_kwargs)
+    files = DataFiles(train=None, val=rows, warnings=())
+    prompts = tokenize(data.as_validation(), files, tokenizer, split="val", files_flag="--data.files")
+    return tokenizer, stop_token_ids(tokenizer, folder), prompts
+
+
+def what_defines_responses(
+    rollout: RolloutConfig, model: EvalModel, prompts: Prompts, stop_ids: list[int], *, dtype: str, seed: int
+) -> dict[str, Any]:
+    """Everything that the responses follow from: with the same values, finished ones need not be generated again."""
+    sampling = {f"--rollout.{name.replace('_', '-')}": getattr(rollout, name) for name in SAMPLING}
+    return sampling | {
+        "--rollout.stop": list(rollout.stop),
+        "--seed": seed,
+        "--model.dtype": dtype,
+        "model": model.fingerprint,
+        "prompts": prompts.fingerprint,
+        "stop token ids": stop_ids,
+    }
 
 
 # ---- Weights ----

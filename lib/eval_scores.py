@@ -1,5 +1,7 @@
 """The scores of an evaluation's responses: sent to reward workers one group at a time, met again on all ranks."""
 
+import time
+
 from lib.dist import World
 from lib.eval_files import EvalDataConfig, Group
 from lib.parquet import Rows
@@ -45,8 +47,15 @@ def collect_scores(scorer: Scorer, cfg: RewardConfig, world: World, terminal: Te
 
     Executed by all ranks. Raises RewardError when too many failed.
     """
-    with terminal.progress("scoring", scorer.num_submitted) as advance:
-        own = scorer.collect(advance)
+    waiting = scorer.num_waiting
+    with terminal.progress("scoring", waiting) as advance:
+        while waiting:
+            left = scorer.num_waiting
+            for _ in range(waiting - left):
+                advance()
+            waiting = left
+            time.sleep(0.02)
+    own = scorer.collect()
     for text, count in error_counts(own).items():
         print(f"the reward of {count} responses failed: {text}")
     check_error_rate(own, cfg, world)

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -232,29 +232,20 @@ class Scorer:
         self._queue.append((len(self._rollouts) - 1, solution_str))
         self._wake()
 
-    @property
-    def num_submitted(self) -> int:
-        """How many responses were submitted since the last `collect`."""
-        return len(self._rollouts)
-
-    def collect(self, advance: Callable[[], None] = lambda: None) -> list[Rollout]:
-        """All rollouts submitted since the last call, in that order, with their scores. Waits for the last one.
-
-        `advance` is called once for every response that is scored, at least every second.
-        """
-        num_told = 0
+    def collect(self) -> list[Rollout]:
+        """All rollouts submitted since the last call, in that order, with their scores. Waits for the last one."""
         with self._progress:
-            while not self._progress.wait_for(
-                lambda: len(self._scores) == len(self._rollouts) or self._crash or self._closing, timeout=1.0
-            ):
-                for _ in range(num_told, len(self._scores)):
-                    advance()
-                num_told = len(self._scores)
+            self._progress.wait_for(lambda: len(self._scores) == len(self._rollouts) or self._crash or self._closing)
         if len(self._scores) < len(self._rollouts):
             raise RuntimeError("the scorer's thread ended before all responses had a score") from self._crash
         scored = [replace(rollout, score=self._scores[job]) for job, rollout in enumerate(self._rollouts)]
         self._rollouts, self._scores = [], {}
         return scored
+
+    @property
+    def num_waiting(self) -> int:
+        """How many submitted responses have no score yet; 0 once they will get none."""
+        return 0 if self._crash or self._closing else len(self._rollouts) - len(self._scores)
 
     def close(self) -> None:
         """Kills the workers. May be called twice."""
