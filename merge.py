@@ -20,9 +20,9 @@ from lib.checkpoint_files import MANIFEST, check, verify
 from lib.config import parse_cli, reporting_errors
 from lib.errors import DamagedCheckpoint, LockstepError, UserError
 from lib.export import check_target, check_tensors, compare_folders, expected_tensors, export, new_folder
-from lib.shards import Shards, read_shards
 from lib.verl_shards import is_verl, read_verl_shards
 from lib.weight_files import listing, read_json
+from lib.whole_tensors import Shards, read_shards
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

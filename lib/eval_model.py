@@ -18,8 +18,8 @@ from lib.model import SafetensorsFolder, check_model_config
 from lib.model_files import ModelFiles, check_model_files, expected_shapes
 from lib.parquet import Rows
 from lib.rollout import RolloutConfig, RolloutEngine
-from lib.shards import read_shards
 from lib.weight_files import iter_weight_files
+from lib.whole_tensors import read_shards
 
 SAMPLING = ("n", "max_response_len", "temperature", "top_p", "top_k", "ignore_eos")
 """The fields of RolloutConfig that decide what is sampled, beside `stop`."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lib.errors import DamagedCheckpoint, UserError
-from lib.shards import ANOTHER, DTYPES, Shards
 from lib.weight_files import Shape, iter_weight_files, listing, read_json
+from lib.whole_tensors import ANOTHER, DTYPES, Shards
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHTS = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lib.errors import DamagedCheckpoint, UserError
-from lib.shards import ANOTHER, Piece, ShardedTensor, Shards
 from lib.weight_files import Shape
+from lib.whole_tensors import ANOTHER, Piece, ShardedTensor, Shards
 
 RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 

@@ -12,7 +12,7 @@ ORDER = [
     *("errors", "verl_keys", "config", "dist", "types", "ops", "step_rows", "shaping", "advantages", "aggregation"),
     *("selection", "losses", "critic_loss", "batching", "groups"),
     "checkpoint_files",
-    *("weight_files", "shards", "verl_shards", "export"),
+    *("weight_files", "whole_tensors", "verl_shards", "export"),
     *("model_files", "schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
     *("kl", "correction"),
     *("attention", "model", "fsdp", "forward", "optim", "critic", "console", "tracking", "engine_patches"),

@@ -21,7 +21,7 @@ from lib.checkpoint_files import checkpoint_path, hash_file, publish, stage
 from lib.config import parse_args
 from lib.errors import DamagedCheckpoint, LockstepError, UserError
 from lib.export import plan_files
-from lib.shards import read_shards
+from lib.whole_tensors import read_shards
 from merge import MergeConfig, merge
 from tests.merge_worker import IDS
 from tests.ranks import ROOT, torchrun
