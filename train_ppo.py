@@ -7,7 +7,7 @@ before the policy's, and a warm-up in which only the critic learns.
     torchrun --nproc_per_node=8 -m recipes.NAME --optim.lr 2e-6            # a recipe: defaults for one experiment
 """
 
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 
 from lib.advantages import ADVANTAGES, Advantage
@@ -19,7 +19,7 @@ from lib.critic import CriticConfig
 from lib.critic_loss import value_loss
 from lib.data import PromptStream
 from lib.dist import init_distributed, shutdown_distributed
-from lib.errors import UserError
+from lib.errors import Stopped, UserError
 from lib.evaluate import evaluate
 from lib.forward import compute_log_probs, compute_values, forward_critic, forward_policy, with_old_log_probs
 from lib.fsdp import begin_micro_batch, held_bytes, load_critic, load_policy, offload, onload, reshard
@@ -39,6 +39,7 @@ from lib.rollout import RolloutEngine
 from lib.sampling import Collector
 from lib.scoring import Scorer
 from lib.shaping import shape_rewards
+from lib.stopping import Stopper
 from lib.tracking import Run
 from lib.train_config import TrainConfig
 from lib.weight_sync import WeightSync, check_log_probs_diff, names_to_check
@@ -89,6 +90,7 @@ def train(cfg: PPOConfig) -> None:
     startup = StartupTimer()
     with startup.phase("join the other ranks"):
         world = init_distributed()
+        stopper = Stopper(world, max_minutes=cfg.max_minutes)
     with startup.phase("check the input"):
         files, model_files = check_input(cfg, world)
         critic_files = check_critic(cfg, cfg.critic, model_files, world)
@@ -113,7 +115,7 @@ def train(cfg: PPOConfig) -> None:
 
     run = Run(cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=num_steps, overwrite=cfg.overwrite)
     reward_log = run.dir / "logs" / f"rewards_{world.rank}.log"
-    with run, closing(Scorer(cfg.reward, data_sources, log_path=reward_log)) as scorer:
+    with run, stopper, closing(Scorer(cfg.reward, data_sources, log_path=reward_log)) as scorer:
         run.say(describe(cfg, world, model_files, train_set, val_set, num_steps=num_steps))
         ends = ", ".join(f"{tokenizer.decode([stop_id])!r} ({stop_id})" for stop_id in stop_ids)
         notes = (f"responses end at {ends}", reward_note, *files.warnings, *train_set.warnings, *val_set.warnings)
@@ -167,7 +169,7 @@ def train(cfg: PPOConfig) -> None:
         if val_samples and cfg.eval.before_train:
             with startup.phase("validate before training"):
                 run.log(0, evaluate(engine, val_samples, scorer, tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
-                                    reward=cfg.reward, world=world, run=run, step=0))  # fmt: skip
+                                    reward=cfg.reward, world=world, run=run, stopper=stopper, step=0))  # fmt: skip
         engine.sleep()
         run.say(startup.table())
 
@@ -175,7 +177,7 @@ def train(cfg: PPOConfig) -> None:
             engine, scorer, prompts, tokenizer, rollout=cfg.rollout, reward=cfg.reward,
             filter_groups=cfg.filter_groups, prompts_per_step=cfg.prompts_per_step,
             mini_batch_size=cfg.mini_batch_size, with_greedy=cfg.advantage.needs_greedy,
-            mask_truncated=cfg.overlong.mask_truncated, run=run, world=world,
+            mask_truncated=cfg.overlong.mask_truncated, run=run, stopper=stopper, world=world,
         )  # fmt: skip
         kl_controller = KLController(cfg.kl_reward)
         constant_groups: list[float] = []
@@ -327,10 +329,14 @@ def train(cfg: PPOConfig) -> None:
             values |= {"training/global_step": step, "training/epoch": prompts.num_drawn / len(train_set)}
             if val_samples and cfg.eval.due(step, num_steps):
                 weight_sync.wake(names=names, time=nullcontext)
-                values |= evaluate(engine, val_samples, scorer, tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
-                                   reward=cfg.reward, world=world, run=run, step=step)  # fmt: skip
-                engine.sleep()
+                with suppress(Stopped):  # of this step only the training is logged then; it stops below
+                    values |= evaluate(engine, val_samples, scorer, tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
+                                       reward=cfg.reward, world=world, run=run, stopper=stopper, step=step)  # fmt: skip
+                    engine.sleep()
             run.log(step, values)
+            seconds = values["timing_s/step"] + values.get("timing_s/testing", 0.0)
+            if stopped := stopper.step_ended(seconds, steps_left=num_steps - step):
+                raise stopped
             constant_groups.append(values["reward/constant_group_ratio"])
             if cfg.advantage.needs_group and (warning := constant_reward_warning(constant_groups)):
                 run.say(f"warning: {warning}")

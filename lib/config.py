@@ -27,7 +27,7 @@ from typing import Annotated, Any, TextIO, TypeVar, get_args, get_type_hints
 
 import tyro
 
-from lib.errors import LaunchError, LockstepError, UserError, error_line
+from lib.errors import LaunchError, LockstepError, Stopped, UserError, error_line
 from lib.verl_keys import SYNONYMS, verl_hint
 
 T = TypeVar("T")
@@ -301,6 +301,9 @@ def reporting_errors(*, debug: bool = False) -> Iterator[None]:
             print(error_line(error), file=terminal, flush=True)
         if not _leave_together() and not told:  # this rank failed alone: nobody else will say why
             print(error_line(error), file=terminal, flush=True)
+        raise SystemExit(error.code) from error
+    except Stopped as error:  # all ranks raise it together, and the run has said why
+        _leave_together()
         raise SystemExit(error.code) from error
     except KeyboardInterrupt as error:
         raise SystemExit(130) from error

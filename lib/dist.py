@@ -4,8 +4,11 @@ A rank never raises, continues or returns alone: `World.agree` runs a check on e
 the same error. A world of size 1 needs no process group for any method here.
 """
 
+import ctypes
 import os
+import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +23,8 @@ from lib.errors import LaunchError, LockstepError, UserError
 
 TIMEOUT = timedelta(minutes=60)  # a replica may wait this long for the slowest rollout of another
 JOIN_TIMEOUT = timedelta(minutes=2)  # for ranks started by hand; torchrun has its own limit
+PR_SET_PDEATHSIG = 1
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # how often torchrun has restarted the ranks; it alone sets it
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
@@ -94,7 +99,7 @@ def env_rank() -> int:
 @cache
 def init_distributed() -> World:
     """Joins the process group that torchrun described; without torchrun, a group of one rank. Once: later calls give
-    the same World.
+    the same World. From here on a rank of torchrun's dies with it.
 
     Raises LaunchError when the environment contradicts itself or the ranks cannot meet, UserError when there are more
     ranks than GPUs.
@@ -103,6 +108,8 @@ def init_distributed() -> World:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = _free_port()
     rank, size, local_rank = _read_launch_environment()
+    if ATTEMPT in os.environ and sys.platform == "linux":  # where torchrun is killed, nobody else would end its ranks
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters in its warnings is an error of ours
     if torch.cuda.is_available():
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
@@ -150,11 +157,14 @@ def _join(rank: int, size: int, *, backend: str, device: torch.device | None) ->
         if not port.isdecimal():
             raise ValueError("no port number")
         socket.getaddrinfo(address, int(port))  # torch would try an unknown name again until its time is over
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun listens there: else it is gone already
+            socket.create_connection((address, int(port)), timeout=JOIN_TIMEOUT.total_seconds()).close()
         store, _, _ = next(torch_dist.rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))
         store.set_timeout(TIMEOUT)
+        attempt = os.environ.get(ATTEMPT, "0")  # in torchrun's store restarted ranks find the old addresses
         torch_dist.init_process_group(
             backend,
-            store=torch_dist.PrefixStore("default_pg", store),
+            store=torch_dist.PrefixStore(f"default_pg/{attempt}", store),
             rank=rank,
             world_size=size,
             timeout=TIMEOUT,

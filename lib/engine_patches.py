@@ -1,9 +1,10 @@
-"""What we change in vLLM, and what we undo of what it changes in its host process.
+"""How vLLM is built, what we change in it, and what we undo of what it changes in its host process.
 
 Everything here reaches into vLLM's internals and holds for versions 0.26 (GPU) and 0.30 (CPU).
 """
 
 import gc
+import os
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -132,3 +133,55 @@ def restored_host_state() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
         torch.set_default_dtype(dtype)
         (gc.enable if collecting else gc.disable)()
+
+
+def build_llm(
+    cfg: Any, model_path: str, dtype: str, max_prompt_len: int, max_num_seqs: int, on_gpu: bool,
+    enable_sleep_mode: bool,
+) -> Any:  # fmt: skip
+    """vLLM with random weights, for a RolloutConfig."""
+    from vllm import LLM
+
+    # From 8 on eight sizes to each power of two: a fraction of vLLM's own list, whose capture is much of its start-up,
+    # while at most an eighth of a batch is padding.
+    largest = min(cfg.max_cudagraph_capture_size, max_num_seqs)
+    sizes = {1, 2, 4, *(2**power * eighth // 8 for power in range(3, 17) for eighth in range(8, 17)), largest}
+    compilation = {
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_capture_sizes": sorted(size for size in sizes if size <= largest),
+    }
+    arguments: dict[str, Any] = dict(
+        model=model_path,
+        load_format="dummy",  # random weights: the first sync writes every one of them, and proves it
+        dtype=dtype,
+        tensor_parallel_size=cfg.tensor_model_parallel_size,
+        distributed_executor_backend="external_launcher",
+        skip_tokenizer_init=not cfg.stop,
+        generation_config="vllm",
+        max_model_len=max_prompt_len + cfg.max_response_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(cfg.max_num_batched_tokens, 2048),
+        enable_prefix_caching=cfg.enable_prefix_caching,
+        enforce_eager=cfg.enforce_eager or not on_gpu,
+        logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
+        seed=0,  # unused: every request has its own seed
+        disable_log_stats=True,
+        enable_sleep_mode=enable_sleep_mode,
+        disable_cascade_attn=True,  # its log-probs differ from the trainer's on some GPUs
+    )
+    if on_gpu:
+        arguments["gpu_memory_utilization"] = cfg.gpu_memory_utilization
+        if not cfg.enforce_eager and cfg.max_cudagraph_capture_size > 0:
+            arguments["compilation_config"] = compilation
+        return LLM(**arguments)
+    arguments["kv_cache_memory_bytes"] = int(cfg.cpu_kv_cache_gib * 2**30)
+    with unpacked_cpu_weights():
+        return LLM(**arguments)
+
+
+def set_engine_environment(on_gpu: bool) -> None:
+    """What vLLM reads from the environment when it is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not on_gpu:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # ranks would all be bound to the same cores

@@ -41,6 +41,14 @@ class WeightSyncError(LockstepError):
     """The engine does not hold the policy's weights. Exit code 1: never the user's fault, and never to be ignored."""
 
 
+class Stopped(Exception):
+    """The run was asked to stop, by a signal or a time limit: no failure. `code` is what every rank exits with."""
+
+    def __init__(self, reason: str, code: int = 0) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
 def error_line(error: LockstepError) -> str:
     """The one line that rank 0 prints: `error[2] what; where; found, expected; how to mend it`."""
     return f"error[{error.code}] " + " ".join(str(error).split())

@@ -9,6 +9,7 @@ from lib.errors import UserError
 from lib.metrics import validation_metrics
 from lib.rollout import MAX_GROUP, MIN_TEMPERATURE, RolloutConfig, RolloutEngine, Sampling
 from lib.scoring import RewardConfig, Scorer, check_error_rate, error_counts
+from lib.stopping import Stopper
 from lib.tracking import Run
 from lib.types import Rollout, Sample
 
@@ -58,12 +59,13 @@ class EvalConfig:
 
 def evaluate(
     engine: RolloutEngine, samples: list[Sample], scorer: Scorer, tokenizer: Any, *, cfg: EvalConfig,
-    rollout: RolloutConfig, reward: RewardConfig, world: World, run: Run, step: int,
+    rollout: RolloutConfig, reward: RewardConfig, world: World, run: Run, stopper: Stopper, step: int,
 ) -> dict[str, float]:  # fmt: skip
     """Validation metrics of all samples, on all ranks; writes every response to samples/step_N.jsonl.
 
     Executed by all ranks with the same samples; the engine is awake and holds the policy's weights. A response whose
     scoring failed is left out of the means and counted in val-aux/num_unscored; too many of them raise RewardError.
+    Raises Stopped when the run is to stop.
     """
     start = time.perf_counter()
     sampling = Sampling(
@@ -74,13 +76,14 @@ def evaluate(
         top_k=cfg.top_k,
     )
     share = engine.share(samples)
-    with run.progress("validation", len(share)) as advance:
-        for group in engine.generate(share, sampling, stream="validation"):
-            if engine.is_leader:
-                for response in group:
-                    scorer.submit(response, decode(tokenizer, response.response_ids))
-            advance()
-    own = scorer.collect()
+    with stopper.together():
+        with run.progress("validation", len(share)) as advance:
+            for group in engine.generate(share, sampling, stream="validation", stop=stopper.requested):
+                if engine.is_leader:
+                    for response in group:
+                        scorer.submit(response, decode(tokenizer, response.response_ids))
+                advance()
+        own = scorer.collect(stop=stopper.requested)
     for text, count in error_counts(own).items():
         print(f"step {step}: the reward of {count} validation responses failed: {text}")
     check_error_rate(own, reward, world)

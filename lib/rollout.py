@@ -10,27 +10,30 @@ It does not gather weights (weight_sync.py), does not score, and never re-tokeni
 import gc
 import hashlib
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from lib.dist import World
+from lib.dist import TIMEOUT, World
 from lib.engine_patches import (
     TokenIds,
+    build_llm,
     restored_host_state,
+    set_engine_environment,
     short_cuts,
     unfinished_requests,
-    unpacked_cpu_weights,
 )  # fmt: skip
-from lib.errors import UserError
+from lib.errors import Stopped, UserError
 from lib.types import Rollout, Sample
 
 MAX_GROUP = 2**20  # seeds of a group's responses are consecutive numbers
+STOP_POLL_S = 0.25  # between two questions of a replica's ranks whether to stop, as far as its steps are that short
+STOP_POLL_STEPS = 32  # and the most steps between them
 MIN_TEMPERATURE = 0.01  # below it vLLM samples with 0.01 all the same
 
 
@@ -173,6 +176,11 @@ class RolloutEngine:
         self.tp_size = cfg.tensor_model_parallel_size
         self.tp_rank = world.rank % self.tp_size
         self.replica, self.num_replicas = world.rank // self.tp_size, world.size // self.tp_size
+        if self.tp_size > 1:
+            ranks = range(self.replica * self.tp_size, (self.replica + 1) * self.tp_size)
+            self._replica_group = torch_dist.new_group(
+                list(ranks), timeout=TIMEOUT, backend="gloo", use_local_synchronization=True
+            )
         self.on_gpu = world.device.type == "cuda"
         self._stop_token_ids = TokenIds(stop_token_ids)
         self._sleeps = cfg.sleep and self.on_gpu
@@ -180,10 +188,12 @@ class RolloutEngine:
             2048, cfg.max_num_batched_tokens, -(-most_responses // self.num_replicas)
         )
         world.agree(self._check_free_memory)
-        _set_environment(self.on_gpu)
+        set_engine_environment(self.on_gpu)
         with restored_host_state():
             try:
-                self._llm = _build(cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self._sleeps)
+                self._llm = build_llm(
+                    cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self._sleeps
+                )
             except ValueError as error:  # how vLLM says that its settings fit neither the memory nor the model
                 memory = "gpu_memory_utilization" if self.on_gpu else "cpu_kv_cache_gib"
                 raise UserError(
@@ -265,25 +275,31 @@ class RolloutEngine:
         free, total = torch.cuda.mem_get_info(self.world.device)
         return (total - free) / 2**30
 
-    def generate(self, samples: list[Sample], sampling: Sampling, *, stream: str = "train") -> Iterator[list[Rollout]]:
+    def generate(
+        self, samples: list[Sample], sampling: Sampling, *, stream: str = "train",
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Iterator[list[Rollout]]:  # fmt: skip
         """The groups of responses to these prompts, each as soon as its last response ends.
 
         Executed by all ranks of a replica with the same prompts in the same order. A group has `sampling.n` rollouts,
-        in index order. The host's random states are as before the call once it ends.
+        in index order. The host's random states are as before the call once it ends. `stop` is asked between steps of
+        the engine; where it is true on a rank, all ranks of its replica drop what is left and raise Stopped.
         """
         pending = {self._submit(s.prompt_ids, self._sampling_params(sampling, s, stream)): s for s in samples}
-        for output in self._outputs(list(pending), lambda: False):
+        for output in self._outputs(list(pending), stop):
             yield _to_rollouts(output, pending.pop(output.request_id), sampling)
         assert not pending, f"{len(pending)} requests ended without an output"
 
     def generate_partly(
-        self, rollouts: list[Rollout], sampling: Sampling, *, share: float, max_continued: int
-    ) -> Iterator[Rollout]:
+        self, rollouts: list[Rollout], sampling: Sampling, *, share: float, max_continued: int,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Rollout]:  # fmt: skip
         """The responses one by one as they end, continued from what they have; at last those that did not end.
 
         `rollouts` are unfinished ones, new ones without any token. Sampling stops after the engine step in which
         `share` of them have ended, among them all that were continued `max_continued` times. The others come back
-        `unfinished`, with the tokens sampled so far. Executed by all ranks of a replica with the same rollouts.
+        `unfinished`, with the tokens sampled so far. `stop` as in `generate`. Executed by all ranks of a replica with
+        the same rollouts.
         """
         pending = {}
         for rollout in rollouts:
@@ -299,7 +315,7 @@ class RolloutEngine:
             return len(pending) <= most and all(r.num_continued < max_continued for r in pending.values())
 
         requests = list(pending)
-        for output in self._outputs(requests, enough):
+        for output in self._outputs(requests, stop, enough):
             [response] = output.outputs
             rollout = pending.pop(output.request_id)
             yield _extended(rollout, response.token_ids, response.logprobs, response.finish_reason)
@@ -318,18 +334,47 @@ class RolloutEngine:
         self._engine.add_request(request, {"prompt_token_ids": prompt_ids}, params)
         return request
 
-    def _outputs(self, requests: list[str], enough: Callable[[], bool]) -> Iterator[Any]:
+    def _outputs(
+        self, requests: list[str], stop: Callable[[], bool], enough: Callable[[], bool] = lambda: False
+    ) -> Iterator[Any]:
         """Their finished outputs, until all have ended or, after a step of the engine, it is enough."""
         # Sampling draws from the host's random state even with a seed per request.
+        stop = self._agreeing(stop)
         try:
             with restored_host_state(), short_cuts(self._engine):
                 while self._engine.has_unfinished_requests() and not enough():
+                    if stop():
+                        raise Stopped("while responses were being sampled")
                     for output in self._engine.step():
                         if output.finished:
                             yield output
         except BaseException:  # whoever iterates has stopped early: nothing may run on into the next call
             self._engine.abort_request(requests)
             raise
+
+    def _agreeing(self, stop: Callable[[], bool]) -> Callable[[], bool]:
+        """The question `stop`, asked before each step of the engine, with one answer for all ranks of the replica.
+
+        They take the same steps, and one that stopped alone would leave the others waiting for it. So they reduce their
+        answers; not before every step, but when the time of the slowest rank says so: the same number of steps on all.
+        """
+        if self.tp_size == 1:
+            return stop
+        interval, waited, last = 1, 0, time.perf_counter()
+
+        def agreed() -> bool:
+            nonlocal interval, waited, last
+            waited += 1
+            if waited < interval:
+                return False
+            answer = torch.tensor([float(stop()), time.perf_counter() - last])
+            torch_dist.all_reduce(answer, op=torch_dist.ReduceOp.MAX, group=self._replica_group)
+            is_over, seconds = answer.tolist()
+            steps = int(interval * STOP_POLL_S / max(seconds, 1e-6))
+            interval, waited, last = max(1, min(steps, 2 * interval, STOP_POLL_STEPS)), 0, time.perf_counter()
+            return is_over > 0
+
+        return agreed
 
     def generate_raw(self, samples: list[Sample], sampling: Sampling) -> tuple[float, int]:
         """Seconds and response tokens of vLLM's own `LLM.generate` on the same requests: the yardstick."""
@@ -420,53 +465,3 @@ def _extended(rollout: Rollout, ids: Sequence[int], log_probs: Any, finish_reaso
         rollout_log_probs=[*rollout.rollout_log_probs, *log_probs.logprobs],
         finish_reason=finish_reason,
     )
-
-
-def _build(
-    cfg: RolloutConfig, model_path: str, dtype: str, max_prompt_len: int, max_num_seqs: int, on_gpu: bool,
-    enable_sleep_mode: bool,
-) -> Any:  # fmt: skip
-    from vllm import LLM
-
-    # From 8 on eight sizes to each power of two: a fraction of vLLM's own list, whose capture is much of its start-up,
-    # while at most an eighth of a batch is padding.
-    largest = min(cfg.max_cudagraph_capture_size, max_num_seqs)
-    sizes = {1, 2, 4, *(2**power * eighth // 8 for power in range(3, 17) for eighth in range(8, 17)), largest}
-    compilation = {
-        "cudagraph_mode": "FULL_AND_PIECEWISE",
-        "cudagraph_capture_sizes": sorted(size for size in sizes if size <= largest),
-    }
-    arguments: dict[str, Any] = dict(
-        model=model_path,
-        load_format="dummy",  # random weights: the first sync writes every one of them, and proves it
-        dtype=dtype,
-        tensor_parallel_size=cfg.tensor_model_parallel_size,
-        distributed_executor_backend="external_launcher",
-        skip_tokenizer_init=not cfg.stop,
-        generation_config="vllm",
-        max_model_len=max_prompt_len + cfg.max_response_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(cfg.max_num_batched_tokens, 2048),
-        enable_prefix_caching=cfg.enable_prefix_caching,
-        enforce_eager=cfg.enforce_eager or not on_gpu,
-        logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
-        seed=0,  # unused: every request has its own seed
-        disable_log_stats=True,
-        enable_sleep_mode=enable_sleep_mode,
-        disable_cascade_attn=True,  # its log-probs differ from the trainer's on some GPUs
-    )
-    if on_gpu:
-        arguments["gpu_memory_utilization"] = cfg.gpu_memory_utilization
-        if not cfg.enforce_eager and cfg.max_cudagraph_capture_size > 0:
-            arguments["compilation_config"] = compilation
-        return LLM(**arguments)
-    arguments["kv_cache_memory_bytes"] = int(cfg.cpu_kv_cache_gib * 2**30)
-    with unpacked_cpu_weights():
-        return LLM(**arguments)
-
-
-def _set_environment(on_gpu: bool) -> None:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if not on_gpu:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # ranks would all be bound to the same cores

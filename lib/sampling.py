@@ -17,6 +17,7 @@ from lib.groups import GroupFilterConfig, StepGroups, Verdict, goes_on, judge, m
 from lib.metrics import Metrics
 from lib.rollout import RolloutConfig, RolloutEngine, Sampling, training_sampling
 from lib.scoring import RewardConfig, Scorer, check_error_rate, error_counts
+from lib.stopping import Stopper
 from lib.tracking import Run
 from lib.types import Rollout, Sample, Score
 
@@ -43,14 +44,15 @@ class Collector:
     def __init__(
         self, engine: RolloutEngine, scorer: Scorer, prompts: PromptStream, tokenizer: Any, *, rollout: RolloutConfig,
         reward: RewardConfig, filter_groups: GroupFilterConfig, prompts_per_step: int, mini_batch_size: int,
-        with_greedy: bool, mask_truncated: bool, run: Run, world: World,
+        with_greedy: bool, mask_truncated: bool, run: Run, stopper: Stopper, world: World,
     ) -> None:  # fmt: skip
         """`with_greedy`: also a greedy response to every prompt, whose score becomes `Rollout.greedy_score`.
         `mask_truncated`: responses cut off at the limit will not train, so they are no signal."""
         self.engine, self.scorer, self.prompts, self.tokenizer = engine, scorer, prompts, tokenizer
         self.rollout, self.reward, self.filter_groups = rollout, reward, filter_groups
         self.prompts_per_step, self.mini_batch_size = prompts_per_step, mini_batch_size
-        self.with_greedy, self.mask_truncated, self.run, self.world = with_greedy, mask_truncated, run, world
+        self.with_greedy, self.mask_truncated = with_greedy, mask_truncated
+        self.run, self.stopper, self.world = run, stopper, world
         self.carried: list[Group] = []
         """Groups with a signal that earlier steps did not need; each on the rank that sampled it."""
         self.unfinished: list[Rollout] = []
@@ -62,7 +64,8 @@ class Collector:
     def collect(self, metrics: Metrics, *, label: str) -> Collected:
         """The step's responses with their scores. The engine is awake and holds the policy's weights.
 
-        Raises RewardError when too many responses could not be scored. Executed by all ranks together.
+        Raises RewardError when too many responses could not be scored, Stopped when the run is to stop. Executed by all
+        ranks together.
         """
         choose = self._choose_groups if self.filter_groups.enable else self._take_all
         groups, mini_batch_size, num_groups, scored = choose(metrics, label)
@@ -158,17 +161,18 @@ class Collector:
         if self.rollout.partial_share == 1:
             total = len(samples)
         total += len(samples) if self.with_greedy else 0
-        with metrics.time("gen"), self.run.progress(f"{label}: sampling", total) as advance:
-            if self.rollout.partial_share == 1:
-                self._generate(samples, training_sampling(self.rollout), "train", advance, offset=0)
-            else:
-                self._generate_partly(samples, metrics, advance)
-            if self.with_greedy:
-                greedy = Sampling(n=1, max_response_len=self.rollout.max_response_len, temperature=0.0)
-                self._generate(samples, greedy, "greedy", advance, offset=self.rollout.n)
-        with metrics.time("reward"):  # the workers scored during sampling; only the last responses are still missing
-            for rollout in self.scorer.collect():
-                self.open_groups.setdefault(rollout.sample.uid, []).append(rollout)
+        with self.stopper.together():
+            with metrics.time("gen"), self.run.progress(f"{label}: sampling", total) as advance:
+                if self.rollout.partial_share == 1:
+                    self._generate(samples, training_sampling(self.rollout), "train", advance, offset=0)
+                else:
+                    self._generate_partly(samples, metrics, advance)
+                if self.with_greedy:
+                    greedy = Sampling(n=1, max_response_len=self.rollout.max_response_len, temperature=0.0)
+                    self._generate(samples, greedy, "greedy", advance, offset=self.rollout.n)
+            with metrics.time("reward"):  # the workers scored during sampling; only the last responses are missing
+                for rollout in self.scorer.collect(stop=self.stopper.requested):
+                    self.open_groups.setdefault(rollout.sample.uid, []).append(rollout)
         open_uids = {rollout.sample.uid for rollout in self.unfinished}
         ended = sorted(self.open_groups.keys() - open_uids)
         groups = [sorted(self.open_groups.pop(uid), key=lambda r: r.index) for uid in ended]
@@ -182,7 +186,7 @@ class Collector:
         self, samples: list[Sample], sampling: Sampling, stream: str, advance: Callable[[], None], *, offset: int
     ) -> None:
         """Hands every response to the scorer as it comes, its index raised by `offset`."""
-        for group in self.engine.generate(samples, sampling, stream=stream):
+        for group in self.engine.generate(samples, sampling, stream=stream, stop=self.stopper.requested):
             for rollout in group:
                 self._submit(replace(rollout, index=rollout.index + offset))
             advance()
@@ -197,7 +201,7 @@ class Collector:
         continued, self.unfinished = self.unfinished, []
         for rollout in self.engine.generate_partly(
             [*continued, *new], training_sampling(self.rollout), share=self.rollout.partial_share,
-            max_continued=self.rollout.max_continued,
+            max_continued=self.rollout.max_continued, stop=self.stopper.requested,
         ):  # fmt: skip
             if rollout.finish_reason == "unfinished":
                 self.unfinished.append(rollout)

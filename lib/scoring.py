@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ import torch
 
 from lib.config import JsonObject
 from lib.dist import World
-from lib.errors import RewardError, UserError
+from lib.errors import RewardError, Stopped, UserError
 from lib.parquet import resolve_file
 from lib.rewards.worker import ARGUMENTS, frame
 from lib.types import Rollout, Sample, Score
@@ -47,6 +47,7 @@ GRADERS = {
 """The built-in graders: data source -> the module whose `compute_score` grades it."""
 
 START_TIMEOUT_S = 120.0  # for a worker's imports; a recipe's file brings torch along
+STOP_POLL_S = 0.2  # between two questions whether to stop
 TIMED_OUT = "timed out"  # how the error of a response over its time limit begins; no exception's text begins so
 ROOT = Path(__file__).resolve().parent.parent
 BOOT = (
@@ -232,10 +233,17 @@ class Scorer:
         self._queue.append((len(self._rollouts) - 1, solution_str))
         self._wake()
 
-    def collect(self) -> list[Rollout]:
-        """All rollouts submitted since the last call, in that order, with their scores. Waits for the last one."""
+    def collect(self, *, stop: Callable[[], bool] = lambda: False) -> list[Rollout]:
+        """All rollouts submitted since the last call, in that order, with their scores. Waits for the last one.
+
+        Raises Stopped, with responses left unscored, when `stop` says so meanwhile; the scorer is good for nothing then
+        but to be closed.
+        """
         with self._progress:
-            self._progress.wait_for(lambda: len(self._scores) == len(self._rollouts) or self._crash or self._closing)
+            while len(self._scores) < len(self._rollouts) and not (self._crash or self._closing):
+                if stop():
+                    raise Stopped("while responses were being scored")
+                self._progress.wait(STOP_POLL_S)
         if len(self._scores) < len(self._rollouts):
             raise RuntimeError("the scorer's thread ended before all responses had a score") from self._crash
         scored = [replace(rollout, score=self._scores[job]) for job, rollout in enumerate(self._rollouts)]

@@ -34,7 +34,7 @@ from lib.console import (
     validation_values,
 )
 from lib.dist import World
-from lib.errors import LockstepError, UserError, error_line
+from lib.errors import LockstepError, Stopped, UserError, error_line
 
 SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
 CLEAR_LINE = "\r\x1b[K"
@@ -90,6 +90,8 @@ class Run:
         """
         self.world, self.cfg, self.num_steps = world, cfg, num_steps
         self.step, self.state = 0, "running"
+        self.resumable = False
+        """Whether a later run can go on from a checkpoint in the folder: to be set by who saves."""
         check_run(run_dir, cfg, world, overwrite=overwrite, needed_gib=needed_gib)
         self.dir: Path = self._on_rank_0(lambda: _claim_folder(run_dir, overwrite=overwrite, needed_gib=needed_gib))
         self.log_file = self.dir / "logs" / f"rank_{world.rank}.log"
@@ -184,14 +186,19 @@ class Run:
         self.state = "finished"
 
     def fail(self, error: BaseException) -> None:
-        """Writes the state "failed" (or "stopped" on Ctrl-C) with the first error's line, and restores the terminal.
+        """Writes the state "failed" (or "stopped", also on Ctrl-C) with the first error's line, restores the terminal.
 
-        The caller prints a LockstepError. Of a bug, the rank and its log are said here and the traceback goes to the
-        log; raised further, it reaches the terminal too. Holds no collective: it may be called by one rank alone.
+        Says why a run stopped; the caller prints a LockstepError. Of a bug, the rank and its log are said here and the
+        traceback goes to the log; raised further, it reaches the terminal too. Holds no collective: it may be called by
+        one rank alone.
         """
         if self.state == "running":
-            self.state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-            if isinstance(error, LockstepError):
+            self.state = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
+            if isinstance(error, Stopped):
+                line = str(error)
+                again = "it can be resumed" if self.resumable else "there is no checkpoint to resume from"
+                self.say(f"stopped after step {self.step} of {self.num_steps}: {line}; {again}")
+            elif isinstance(error, LockstepError):
                 line = error_line(error)
             else:
                 line = " ".join(f"error[1] {type(error).__name__}: {error}".split()) + f"; on rank {self.world.rank}"
@@ -200,7 +207,7 @@ class Run:
                 if json.loads((self.dir / "status.json").read_text(encoding="utf-8"))["state"] == "running":
                     self._write_status(error=line)  # once a rank has failed, others only lose their peer
                 self._close()
-            if not isinstance(error, LockstepError | KeyboardInterrupt):
+            if not isinstance(error, LockstepError | Stopped | KeyboardInterrupt):
                 text = f"{_redact(line, _secrets())}; what the libraries said is in {self.log_file}\n"
                 os.write(self._saved[1], text.encode(errors="backslashreplace"))
         self.restore()
@@ -243,7 +250,7 @@ class Run:
 
     def _write_status(self, *, error: str | None = None) -> None:
         """Replaces status.json in one move: a reader sees the old one or the new one, never half of it."""
-        status = {"state": self.state, "step": self.step, "resumable": False, "error": error}  # no checkpoints yet
+        status = {"state": self.state, "step": self.step, "resumable": self.resumable, "error": error}
         path, temporary = self.dir / "status.json", self.dir / f".status.json.{self.world.rank}"
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(_to_json(status) + "\n")
@@ -255,7 +262,7 @@ class Run:
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if self.state == "running" else 1)
+            self._wandb.finish(exit_code=int(self.state == "failed"))
         self._tensorboard, self._wandb = None, None
 
     def _on_rank_0(self, action: Callable[[], Any]) -> Any:

@@ -64,6 +64,9 @@ class TrainConfig:
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    max_minutes: float | None = None
+    """Minutes after its start by which the run has ended: it saves and stops while another step still fits; None: no
+    limit."""
     run_dir: str = "runs/train"
     """Folder of the run: config, metrics, curves, samples, logs."""
     overwrite: bool = False
@@ -79,6 +82,8 @@ class TrainConfig:
         # The engine gets a request for every prompt: more is a slip of the pen.
         _require("prompts_per_step", self.prompts_per_step, self.prompts_per_step <= 2**20, "at most 2**20")
         _require("num_steps", self.num_steps, self.num_steps is None or self.num_steps >= 1, "at least 1")
+        _require("max_minutes", self.max_minutes, self.max_minutes is None or 0 < self.max_minutes < float("inf"),
+                 "above 0 and finite")  # fmt: skip
         _require("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
         for name in ("kl_loss_coef", "entropy_coef"):
             _require(name, getattr(self, name), 0 <= getattr(self, name) < float("inf"), "0 or more and finite")

@@ -342,7 +342,7 @@ TRAINER = {
             "log_val_generations": ("", "not needed: samples are in the run folder"),
             "balance_batch": ("", ALWAYS),
             "critic_warmup": ("--critic.warmup-steps", "train_ppo.py"),
-            "esi_redundant_time": ("", "not offered"),
+            "esi_redundant_time": ("", "--max-minutes ends a run before its machine goes away"),
             "use_v1": ("", NO_RAY),
             "use_legacy_worker_impl": ("", NO_RAY),
             "ray_wait_register_center_timeout": ("", NO_RAY),

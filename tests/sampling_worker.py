@@ -21,6 +21,7 @@ from lib.model import ModelConfig
 from lib.rollout import RolloutConfig, RolloutEngine, Sampling, request_seed
 from lib.sampling import Collector
 from lib.scoring import RewardConfig, Scorer
+from lib.stopping import Stopper
 from lib.tracking import Run, TrackingConfig
 from lib.weight_sync import WeightSync
 from tests.ranks import ROOT
@@ -151,7 +152,7 @@ def run_case(case, engine, policy, tokenizer, prompts, run, world):
         collector = Collector(
             engine, scorer, stream, tokenizer, rollout=rollout, reward=reward, filter_groups=case.filter_groups,
             prompts_per_step=case.prompts_per_step, mini_batch_size=case.mini_batch_size, with_greedy=case.with_greedy,
-            mask_truncated=False, run=run, world=world,
+            mask_truncated=False, run=run, stopper=Stopper(world), world=world,
         )  # fmt: skip
         for _ in range(case.steps):
             metrics, log = Metrics(world), run.log_file.stat().st_size

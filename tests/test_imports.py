@@ -9,9 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
-    *("errors", "verl_keys", "config", "dist", "types", "ops", "step_rows", "shaping", "advantages", "aggregation"),
-    *("selection", "losses", "critic_loss", "batching", "groups"),
-    "checkpoint_files",
+    *("errors", "verl_keys", "config", "dist", "stopping", "types", "ops", "step_rows", "shaping", "advantages"),
+    *("aggregation", "selection", "losses", "critic_loss", "batching", "groups", "checkpoint_files"),
     *("weight_files", "whole_tensors", "verl_shards", "export"),
     *("model_files", "schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
     *("kl", "correction"),

@@ -39,6 +39,7 @@ class StartError(Exception):
 def main(fd: int, parent: int) -> None:
     """Serves requests on descriptor `fd` until the process `parent` closes it or dies."""
     _die_with(parent)
+    _outlive_requests_to_stop()
     os.set_inheritable(fd, False)
     requests, replies = os.fdopen(fd, "rb"), os.fdopen(fd, "wb", closefd=False)
     spec = pickle.loads(read_frame(requests))
@@ -90,6 +91,31 @@ def _die_with(parent: int) -> None:
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _outlive_requests_to_stop() -> None:
+    """Keeps signals that a scheduler sends to all processes of a job from ending this one: the trainer decides.
+
+    Handlers, since programs that the reward function starts would inherit signals that are ignored. Its forks get the
+    usual ones back, and signals wait meanwhile: one that the reward function sends to end its child is not lost.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    usual = {number: signal.getsignal(number) for number in numbers}
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+    def reset() -> None:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+        unblock()
+
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, numbers), after_in_parent=unblock, after_in_child=reset
+    )
 
 
 def _seed_generators(seed: int) -> None:

@@ -1,0 +1,169 @@
+"""Under torchrun: ranks that wait, generate, save, fail or hang, for tests that send them signals.
+
+torchrun --nproc_per_node=N -m tests.stopping_worker FOLDER CASE
+"""
+
+import json
+import os
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from lib.config import reporting_errors
+from lib.dist import World, init_distributed
+from lib.errors import Stopped
+from lib.rollout import RolloutConfig, RolloutEngine, Sampling
+from lib.scoring import RewardConfig, Scorer
+from lib.stopping import Stopper
+from lib.tracking import Run, TrackingConfig
+from lib.types import Rollout, Sample
+
+FOREVER_S = 600
+SLOW_REWARD = "import time\ndef compute_score(**_):\n    time.sleep(600)\n"
+
+
+def note(folder: Path, world: World, **values) -> None:
+    """Writes rank_R.json in one move, so that the test reads all of it or nothing."""
+    temporary = folder / f".rank_{world.rank}"
+    temporary.write_text(json.dumps({"pid": os.getpid(), **values}))
+    temporary.replace(folder / f"rank_{world.rank}.json")
+
+
+def sample(uid: int) -> Sample:
+    return Sample(uid=uid, prompt_ids=[1, 7, 9], data_source="", ground_truth="", extra_info={})
+
+
+def response(uid: int) -> Rollout:
+    return Rollout(sample=sample(uid), index=0, response_ids=[], rollout_log_probs=None, finish_reason="stop")
+
+
+def wait_for_another(folder, world, stopper, run):
+    """Rank 0 sits in the collective at the end of a phase in which rank 1 still generates."""
+    run.log(1, {})
+    note(folder, world)
+    with stopper.together():
+        if world.rank == 1:
+            while not stopper.requested():
+                time.sleep(0.05)
+            raise Stopped("in a loop over engine steps")
+
+
+def wait_for_rewards(folder, world, stopper, run):
+    """Rank 1 waits for a reward that does not come, rank 0 for rank 1."""
+    (folder / f"slow_{world.rank}.py").write_text(SLOW_REWARD)
+    cfg = RewardConfig(path=str(folder / f"slow_{world.rank}.py"), num_workers=1, timeout_s=FOREVER_S)
+    with closing(Scorer(cfg, {""})) as scorer:
+        scorer.submit(response(0), "")
+        while not (scorer._workers and scorer._workers[0].job is not None):
+            time.sleep(0.05)
+        note(folder, world, worker=scorer._workers[0].process.pid)
+        with stopper.together():
+            if world.rank == 1:
+                scorer.collect(stop=stopper.requested)
+
+
+def hang(folder, world, stopper, run):
+    """No rank ever asks whether to stop."""
+    note(folder, world)
+    time.sleep(FOREVER_S)
+
+
+def fail(folder, world, stopper, run):
+    """Rank 1 fails; rank 0 does not notice, as in a collective on a GPU."""
+    if world.rank == 1:
+        raise ValueError("a bug")
+    time.sleep(FOREVER_S)
+
+
+def save_in_time(folder, world, stopper, run):
+    """Steps and saves of a known length, with a limit that a rank's own clock alone would reach at different steps."""
+    step_s, save_s = 0.4, 0.8
+    stopper._deadline = time.time() + 4 + 100 * world.rank
+    deadline = stopper._deadline
+    for step in range(1, 1000):
+        time.sleep(step_s)
+        run.log(step, {})
+        stopped = stopper.step_ended(step_s, steps_left=1000 - step)
+        if step == 2 or stopped:
+            with stopper.saving():
+                time.sleep(save_s)
+        if stopped:
+            note(folder, world, step=step, left_s=deadline - time.time())
+            raise stopped
+
+
+def restart(folder, world, stopper, run):
+    """Says when the time is over, and fails the first time."""
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if world.rank == 0:
+        (folder / f"deadline_{attempt}").write_text(repr(stopper._deadline))
+    world.gather(None)
+    if attempt == "0":
+        raise ValueError("a bug")
+
+
+def generate(folder, world, stopper, run, *, path, tp_size):
+    """Rank 1 or its replica stops in the middle of minutes of sampling; then the engine samples as before."""
+    cfg = RolloutConfig(tensor_model_parallel_size=tp_size, max_response_len=200, max_num_seqs=2, ignore_eos=True)
+    engine = RolloutEngine(
+        cfg, path, dtype="float32", max_prompt_len=8, most_responses=8, stop_token_ids=[], world=world, seed=5
+    )
+    short = Sampling(n=1, max_response_len=4, temperature=0.0)
+    before = [group[0].response_ids for group in engine.generate([sample(0), sample(1)], short)]
+    count, step, times = 0, engine._engine.step, []
+
+    def counted():
+        nonlocal count
+        count += 1
+        if count == 50:
+            note(folder, world)
+        start = time.time()
+        outputs = step()
+        times.append(time.time() - start)
+        return outputs
+
+    engine._engine.step = counted
+    try:
+        with stopper.together():
+            try:
+                samples = [sample(uid) for uid in range(1000)][world.rank // tp_size :: world.size // tp_size]
+                for _ in engine.generate(samples, Sampling(n=1, max_response_len=200, temperature=1.0),
+                                         stop=stopper.requested):  # fmt: skip
+                    pass
+            except Stopped:
+                left, num_steps = time.time(), count
+                raise
+    except Stopped:
+        engine._engine.step = step
+        engine.sleep()  # which demands that no request is alive
+        after = [group[0].response_ids for group in engine.generate([sample(0), sample(1)], short)]
+        note(folder, world, left=left, num_steps=num_steps, slowest_s=max(times), same=before == after)
+        raise
+
+
+CASES = {case.__name__: case for case in (
+    wait_for_another, wait_for_rewards, hang, fail, save_in_time, restart, generate,
+)}  # fmt: skip
+
+
+def main(folder, name, *words):
+    folder = Path(folder)
+    with reporting_errors():
+        if name == "be_late":  # as long as the imports of a real script take
+            (folder / "importing").touch()
+            time.sleep(2)
+        world = init_distributed()
+        stopper = Stopper(world, max_minutes=5.0)
+        run = Run(folder / "run", TrackingConfig(), world, config={}, num_steps=9, overwrite=True)
+        with run, stopper:
+            torch.set_num_threads(1)
+            options = dict(path=words[0], tp_size=int(words[1])) if words else {}
+            CASES[name](folder, world, stopper, run, **options)
+            run.finish()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,334 @@
+"""A run that is asked to stop ends on all ranks together; tests/stopping_worker.py is what the ranks run."""
+
+import json
+import os
+import signal
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from lib.dist import SINGLE
+from lib.errors import Stopped, UserError
+from lib.scoring import RewardConfig, Scorer
+from lib.stopping import Stopper
+from lib.tracking import read_metrics
+from tests.ranks import ROOT, Job
+from tests.stopping_worker import SLOW_REWARD, response
+from tests.tiny import make_model, make_questions, make_tokenizer
+
+
+def job(folder, case, *words, num_ranks=2, options=()):
+    return Job(num_ranks, "-m", "tests.stopping_worker", str(folder), case, *words, options=options)
+
+
+def notes(folder, *, with_key="pid", num_ranks=2):
+    """What all ranks have noted, once they have."""
+    paths = [folder / f"rank_{rank}.json" for rank in range(num_ranks)]
+    found = [json.loads(path.read_text()) for path in paths if path.exists()]
+    return found if len(found) == num_ranks and all(with_key in one for one in found) else None
+
+
+def status(folder):
+    return json.loads((folder / "run" / "status.json").read_text())
+
+
+def stopped(reason, *, step):
+    return {"state": "stopped", "step": step, "resumable": False, "error": reason}
+
+
+@pytest.mark.parametrize(("case", "step"), [("wait_for_another", 1), ("wait_for_rewards", 0)])
+def test_a_signal_to_a_rank_that_waits_in_a_collective_stops_all(tmp_path, case, step):
+    with job(tmp_path, case) as running:
+        os.kill(running.until(lambda: notes(tmp_path))[0]["pid"], signal.SIGTERM)
+        assert running.wait() == 1
+        assert status(tmp_path) == stopped("SIGTERM on rank 0", step=step)
+        assert f"stopped after step {step} of 9: SIGTERM on rank 0; there is no checkpoint" in running.stdout
+        assert running.stderr.count("exitcode  : 143") == 2, running.stderr  # both came to their end by themselves
+        assert "lib/stopping.py" not in running.stderr  # no traceback of ours
+        assert not running.alive()
+
+
+def test_a_signal_to_all_processes_at_once_is_one_request(tmp_path):
+    with job(tmp_path, "wait_for_rewards") as running:
+        ranks = running.until(lambda: notes(tmp_path))
+        for pid in (expected := running.alive()):  # as some schedulers do, while torchrun hands it on
+            os.kill(pid, signal.SIGTERM)
+        assert set(expected) >= {running.process.pid, *(rank[key] for rank in ranks for key in ("pid", "worker"))}
+        assert running.wait() == 1
+        assert status(tmp_path)["error"] in ("SIGTERM on rank 0", "SIGTERM on rank 1")
+        assert "exits at once" not in running.stderr and "SIGKILL" not in running.stderr
+        assert not running.alive()
+
+
+def test_a_request_to_save_and_stop_is_no_failure_to_torchrun(tmp_path):
+    with job(tmp_path, "wait_for_another") as running:
+        os.kill(running.until(lambda: notes(tmp_path))[0]["pid"], signal.SIGUSR1)
+        assert running.wait() == 0
+        assert status(tmp_path) == stopped("SIGUSR1 on rank 0", step=1)
+
+
+@pytest.mark.parametrize("to_launcher", [False, True])
+def test_the_second_signal_ends_ranks_that_hang_at_once(tmp_path, to_launcher):
+    with job(tmp_path, "hang") as running:
+        ranks = running.until(lambda: notes(tmp_path))
+        pid = running.process.pid if to_launcher else ranks[1]["pid"]
+        os.kill(pid, signal.SIGTERM)
+        time.sleep(0.5)
+        if not to_launcher:
+            os.kill(pid, signal.SIGTERM)  # an echo
+        time.sleep(4)
+        assert set(running.alive()) >= {running.process.pid, *(rank["pid"] for rank in ranks)}
+        os.kill(pid, signal.SIGTERM)
+        assert running.wait(20) == 1  # torchrun alone would take 30 s to kill them
+        deadline = time.monotonic() + 10
+        while running.alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not running.alive()
+        if not to_launcher:  # rank 0 learnt of the second one as well, from torchrun and by the failure of rank 1
+            assert "SIGTERM came a second time: rank 1 exits at once" in running.stderr
+            assert "SIGTERM came after another rank had failed: rank 0 exits at once" in running.stderr
+
+
+def test_ranks_that_do_not_notice_another_ones_failure_end_with_it(tmp_path):
+    with job(tmp_path, "fail") as running:
+        assert running.wait() == 1
+        assert "SIGTERM came after another rank had failed: rank 0 exits at once" in running.stderr
+        assert status(tmp_path)["error"] == "error[1] ValueError: a bug; on rank 1"
+
+
+def test_all_ranks_stop_at_the_same_step_before_the_time_limit(tmp_path):
+    with job(tmp_path, "save_in_time") as running:
+        assert running.wait() == 0
+        ranks = notes(tmp_path, with_key="step")
+        assert ranks[0]["step"] == ranks[1]["step"] > 2
+        assert ranks[0]["left_s"] > 0
+        found = status(tmp_path)
+        assert (found["state"], found["step"]) == ("stopped", ranks[0]["step"])
+        assert found["error"].startswith("the time limit of 5 minutes")
+
+
+def test_the_time_limit_counts_from_the_first_start_of_restarted_ranks(tmp_path):
+    with job(tmp_path, "restart", options=("--max-restarts", "1")) as running:
+        assert running.wait(120) == 0, running.stderr
+        first, second = ((tmp_path / f"deadline_{attempt}").read_text() for attempt in (0, 1))
+        assert first == second
+        assert status(tmp_path)["state"] == "finished"
+
+
+@pytest.mark.parametrize("case", ["wait_for_rewards", "hang"])
+def test_nothing_survives_a_killed_launcher(tmp_path, case):
+    with job(tmp_path, case) as running:
+        ranks = running.until(lambda: notes(tmp_path))
+        expected = {rank[key] for rank in ranks for key in ("pid", "worker") if key in rank}
+        assert expected <= set(running.alive())
+        running.process.kill()
+        deadline = time.monotonic() + 20
+        while running.alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not running.alive()
+
+
+def test_ranks_whose_launcher_is_killed_before_they_join_end_too(tmp_path):
+    with job(tmp_path, "be_late") as running:
+        running.until((tmp_path / "importing").exists)
+        running.process.kill()
+        deadline = time.monotonic() + 60
+        while running.alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not running.alive()
+
+
+def test_a_process_without_torchrun_outlives_its_parent(tmp_path):
+    """As after `nohup python train_grpo.py &` in a shell that ends."""
+    code = (
+        "import os, pathlib, time\n"
+        "from lib.dist import init_distributed\n"
+        "first = os.getppid()\n"
+        "init_distributed()\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'ready').touch()\n"
+        "while os.getppid() == first: time.sleep(0.01)\n"
+        f"pathlib.Path({str(tmp_path)!r}, 'alive').touch()\n"
+    )
+    shell = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {code!r}])\ntime.sleep(600)"
+    with Job(None, "-c", shell) as running:
+        running.until((tmp_path / "ready").exists)
+        running.process.kill()
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "alive").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (tmp_path / "alive").exists()
+
+
+# ---- One rank, in this process ----
+
+
+def test_a_step_is_only_begun_when_it_and_a_save_end_before_the_limit():
+    stopper = Stopper(SINGLE, max_minutes=1.0)
+    assert stopper.step_ended(59.0, steps_left=1) is None
+    assert stopper.step_ended(5.0, steps_left=1) is None  # the longest counts
+    stopper._longest_save_s = 2.0
+    assert stopper.step_ended(5.0, steps_left=0) is None  # nothing is left to do
+    reason = stopper.step_ended(5.0, steps_left=1)
+    assert isinstance(reason, Stopped) and reason.code == 0
+    assert "1 minutes: a step of up to 59 s and a save of up to 2 s" in str(reason)
+
+
+def test_without_a_limit_or_a_signal_nothing_stops():
+    stopper = Stopper(SINGLE)
+    assert stopper.step_ended(1e9, steps_left=1) is None and not stopper.requested()
+    with stopper.together():
+        pass
+    with pytest.raises(AssertionError, match="broke off"), stopper.together():
+        raise Stopped("alone")
+
+
+def test_handlers_are_put_back_and_ignored_signals_stay_ignored():
+    usual = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+        with Stopper(SINGLE) as stopper:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a library may
+            stopper.agreed()
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + 10
+            while not stopper.requested() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert (str(stopper.agreed()), stopper.agreed().code) == ("SIGTERM on rank 0", 143)
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.signal(signal.SIGHUP, usual)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_reward_workers_live_through_signals_and_their_children_do_not(tmp_path, number):
+    (tmp_path / "reward.py").write_text(
+        "import os, signal, subprocess\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    codes = []\n"
+        "    for _ in range(50):\n"
+        "        forked = os.fork()\n"
+        "        if not forked:\n"
+        "            while True: signal.pause()\n"
+        "        os.kill(forked, signal.SIGTERM)\n"
+        "        codes.append(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))\n"
+        "    child = subprocess.Popen(['sleep', '600'])\n"
+        "    child.terminate()\n"
+        "    return {'score': os.getpid(), 'codes': str({*codes, child.wait()})}\n"
+    )
+    with closing(Scorer(RewardConfig(path=str(tmp_path / "reward.py"), num_workers=1), {""})) as scorer:
+        pids = set()
+        for uid in range(2):
+            scorer.submit(response(uid), "")
+            [scored] = scorer.collect()
+            assert scored.score.error is None and scored.score.extras["codes"] == "{-15}"
+            pids.add(int(scored.score.score))
+            os.kill(int(scored.score.score), number)
+        assert len(pids) == 1
+
+
+def test_waiting_for_rewards_ends_when_the_run_is_to_stop(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW_REWARD)
+    with closing(Scorer(RewardConfig(path=str(tmp_path / "slow.py"), timeout_s=600.0), {""})) as scorer:
+        scorer.submit(response(0), "")
+        asked = iter([False, False, True])
+        with pytest.raises(Stopped):
+            scorer.collect(stop=lambda: next(asked))
+
+
+def test_a_limit_that_is_no_time_is_refused():
+    from train_grpo import GRPOConfig
+
+    for minutes in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(UserError, match="--max-minutes is out of range"):
+            GRPOConfig(max_minutes=minutes)
+
+
+def test_a_plain_process_stops_with_the_signals_code(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import pathlib, time\n"
+        "from lib.config import reporting_errors\n"
+        "from lib.dist import init_distributed\n"
+        "from lib.stopping import Stopper\n"
+        "with reporting_errors(), Stopper(init_distributed()) as stopper:\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'ready').touch()\n"
+        "    while not stopper.requested(): time.sleep(0.01)\n"
+        "    raise stopper.agreed()\n"
+    )
+    with Job(None, str(tmp_path / "script.py"), PYTHONPATH=str(ROOT)) as running:
+        running.until((tmp_path / "ready").exists)
+        os.kill(running.process.pid, signal.SIGINT)
+        assert running.wait() == 130 and running.stderr == ""
+
+
+# ---- The real engine ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_sampling_stops_on_all_ranks_within_seconds_and_the_engine_goes_on_working(tmp_path, tp_size):
+    path = make_model(tmp_path / "model")
+    with job(tmp_path, "generate", str(path), str(tp_size)) as running:
+        ranks = running.until(lambda: notes(tmp_path), timeout_s=240)
+        sent = time.time()
+        os.kill(ranks[1]["pid"], signal.SIGTERM)
+        assert running.wait() == 1
+        ranks = notes(tmp_path, with_key="left")
+        for rank in ranks:
+            assert rank["left"] - sent < 10 + rank["slowest_s"], ranks  # of minutes; 1 s on an idle machine
+            assert rank["same"]
+        assert tp_size == 1 or ranks[0]["num_steps"] == ranks[1]["num_steps"]
+        assert status(tmp_path) == stopped("SIGTERM on rank 1", step=0)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopping")
+    make_model(folder / "model")
+    make_tokenizer(folder / "model")
+    make_questions(folder / "train.parquet", count=400, start=0)
+    make_questions(folder / "val.parquet", count=400, start=400)
+    return folder
+
+
+def training(folder, *more):
+    """A run on 2 ranks whose first step, and each validation, would sample for many minutes."""
+    return Job(
+        2, "train_grpo.py", "--model.path", str(folder / "model"), "--data.train-files", str(folder / "train.parquet"),
+        "--data.val-files", str(folder / "val.parquet"), "--data.max-prompt-len", "24", "--rollout.max-response-len",
+        "200", "--rollout.ignore-eos", "--rollout.n", "4", "--rollout.max-num-seqs", "1", "--mini-batch-size", "8",
+        "--max-tokens-per-gpu", "256", "--num-steps", "3", "--eval.before-train", "False", "--eval.every", "1",
+        "--reward.path", "recipes/hash_reward.py", "--reward.num-workers", "1", *more,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_training_run_stops_in_the_middle_of_a_rollout(files):
+    with training(files, "--prompts-per-step", "400", "--run-dir", str(files / "run")) as running:
+        running.until(lambda: "step 1/3: sampling: " in running.stdout, timeout_s=240)
+        [pid] = [pid for pid in running.alive() if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+                 and b"train_grpo.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]  # fmt: skip
+        os.kill(pid, signal.SIGTERM)
+        assert running.wait(120) == 1
+        assert status(files) == stopped("SIGTERM on rank 1", step=0)
+        assert "stopped after step 0 of 3: SIGTERM on rank 1" in running.stdout
+        assert running.stderr.count("exitcode  : 143") == 2 and 'train_grpo.py", line' not in running.stderr
+        assert not (files / "run" / "metrics.jsonl").exists() and not running.alive()
+
+
+@pytest.mark.slow
+def test_a_step_whose_validation_is_broken_off_is_logged(files):
+    words = ("--prompts-per-step", "2", "--run-dir", str(files / "run"), "--overwrite")
+    with training(files, *words) as running:
+        running.until(lambda: "validation: " in running.stdout, timeout_s=360)
+        os.kill(running.process.pid, signal.SIGUSR1)
+        assert running.wait(120) == 1
+        [row] = read_metrics(files / "run")
+        assert row["step"] == 1 and "actor/loss" in row and not [name for name in row if name.startswith("val-")]
+        found = status(files)
+        assert found["error"].startswith("SIGUSR1 on rank ")
+        assert found == stopped(found["error"], step=1) and 'train_grpo.py", line' not in running.stderr
+        assert not (files / "run" / "samples" / "step_1.jsonl").exists() and not running.alive()
