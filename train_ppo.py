@@ -7,12 +7,13 @@ before the policy's, and a warm-up in which only the critic learns.
     torchrun --nproc_per_node=8 -m recipes.NAME --optim.lr 2e-6            # a recipe: defaults for one experiment
 """
 
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 
 from lib.advantages import ADVANTAGES, Advantage
 from lib.aggregation import aggregate, loss_denominator
 from lib.batching import balance_stats, iter_micro_batches, iter_mini_batches, make_batch
+from lib.checkpoint import Checkpointer, Progress, Trained
 from lib.config import parse_cli, plug_in, reporting_errors, to_json
 from lib.console import StartupTimer
 from lib.critic import CriticConfig
@@ -92,7 +93,7 @@ def train(cfg: PPOConfig) -> None:
         world = init_distributed()
         stopper = Stopper(world, max_minutes=cfg.max_minutes)
     with startup.phase("check the input"):
-        files, model_files = check_input(cfg, world)
+        files, model_files, resume = check_input(cfg, world)
         critic_files = check_critic(cfg, cfg.critic, model_files, world)
     with startup.phase("try the reward function"):
         if files.train is not None:  # rows of a dataset class are made with the tokenizer
@@ -101,11 +102,13 @@ def train(cfg: PPOConfig) -> None:
         tokenizer, stop_ids, train_set, val_set = world.agree(lambda: load_prompts(cfg, files, model_files, world))
         check_same_prompts(train_set, val_set, world)
         prompts = PromptStream(train_set, seed=cfg.seed, shuffle=cfg.data.shuffle)
+        resume.restore_prompts(prompts)
         val_samples = val_set.all_samples()
         data_sources = {sample.data_source for sample in (*train_set.all_samples(), *val_samples)}
         if files.train is None:
             reward_note = world.agree(lambda: try_reward(cfg, train_set.rows, val_set.rows))
     num_steps = cfg.num_steps or max(1, len(train_set) * cfg.total_epochs // cfg.prompts_per_step)
+    resume.check_steps(num_steps)
     if cfg.critic.warmup_steps >= num_steps:
         raise UserError(
             f"--critic.warmup-steps {cfg.critic.warmup_steps} leaves the policy no step to learn; --num-steps, or "
@@ -113,9 +116,12 @@ def train(cfg: PPOConfig) -> None:
         )
     policy_loss = cfg.policy_loss
 
-    run = Run(cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=num_steps, overwrite=cfg.overwrite)
+    run = Run(
+        cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=num_steps, overwrite=cfg.overwrite,
+        last_row=resume.last_row, resumable=resume.in_place and resume.path is not None,
+    )  # fmt: skip
     reward_log = run.dir / "logs" / f"rewards_{world.rank}.log"
-    with run, stopper, closing(Scorer(cfg.reward, data_sources, log_path=reward_log)) as scorer:
+    with run, stopper, closing(Scorer(cfg.reward, data_sources, log_path=reward_log)) as scorer, ExitStack() as stack:
         run.say(describe(cfg, world, model_files, train_set, val_set, num_steps=num_steps))
         ends = ", ".join(f"{tokenizer.decode([stop_id])!r} ({stop_id})" for stop_id in stop_ids)
         notes = (f"responses end at {ends}", reward_note, *files.warnings, *train_set.warnings, *val_set.warnings)
@@ -145,6 +151,8 @@ def train(cfg: PPOConfig) -> None:
                 reserved_bytes=held_bytes(critic_files.num_parameters, cfg.critic.fsdp, world, loaded=False),
             )  # fmt: skip
             optimizer = world.agree(lambda: build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload))
+            resume.load_("actor", policy, optimizer, world)
+            trained = {"actor": Trained(model=policy, optimizer=optimizer, folder=model_files.folder)}
             reference = None
             if cfg.needs_reference:
                 reference = load_policy(cfg.model, str(model_files.folder), cfg.fsdp, world, trainable=False)
@@ -158,6 +166,8 @@ def train(cfg: PPOConfig) -> None:
             critic_optimizer = world.agree(
                 lambda: build_optimizer(critic, cfg.critic.optim, on_host=cfg.critic.fsdp.optimizer_offload)
             )
+            resume.load_("critic", critic, critic_optimizer, world)
+            trained["critic"] = Trained(model=critic, optimizer=critic_optimizer, folder=critic_files.folder)
             offload(cfg.critic.fsdp, critic)
         gathered = "once per optimizer step" if policy.keeps_gathered else "in every pass"
         activations = "recomputed in" if policy.model.is_gradient_checkpointing else "kept for"
@@ -166,7 +176,9 @@ def train(cfg: PPOConfig) -> None:
             weight_sync = WeightSync(policy, engine, fsdp=cfg.fsdp)
             num_compared = weight_sync.wake(names=None, time=nullcontext)
         run.say(f"the engine holds the policy's weights: all {num_compared} tensors are equal bit for bit")
-        if val_samples and cfg.eval.before_train:
+        if words := resume.in_words(cfg, num_steps):
+            run.say(words)
+        if val_samples and cfg.eval.before_train and resume.step == 0:
             with startup.phase("validate before training"):
                 run.log(0, evaluate(engine, val_samples, scorer, tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
                                     reward=cfg.reward, world=world, run=run, stopper=stopper, step=0))  # fmt: skip
@@ -181,7 +193,15 @@ def train(cfg: PPOConfig) -> None:
         )  # fmt: skip
         kl_controller = KLController(cfg.kl_reward)
         constant_groups: list[float] = []
-        for step in range(1, num_steps + 1):
+        progress = Progress(
+            prompts=prompts, collector=collector, kl_controller=kl_controller, constant_groups=constant_groups
+        )
+        progress.restore(resume.trainer)
+        checkpointer = stack.enter_context(Checkpointer(
+            cfg.checkpoint, run, world, config=to_json(cfg), models=trained, progress=progress, num_steps=num_steps,
+            resumed=resume.path, trainer=resume.trainer,
+        ))  # fmt: skip
+        for step in range(resume.step + 1, num_steps + 1):
             metrics = Metrics(world)
             with metrics.time("step"):
                 # ---- Rollout and reward: weights to the engine, it samples, workers score, its memory comes back ----
@@ -334,12 +354,16 @@ def train(cfg: PPOConfig) -> None:
                                        reward=cfg.reward, world=world, run=run, stopper=stopper, step=step)  # fmt: skip
                     engine.sleep()
             run.log(step, values)
-            seconds = values["timing_s/step"] + values.get("timing_s/testing", 0.0)
-            if stopped := stopper.step_ended(seconds, steps_left=num_steps - step):
-                raise stopped
             constant_groups.append(values["reward/constant_group_ratio"])
             if cfg.advantage.needs_group and (warning := constant_reward_warning(constant_groups)):
                 run.say(f"warning: {warning}")
+            if checkpointer.end_step(step, values):  # the same answer on all ranks
+                with stopper.saving():
+                    checkpointer.save()
+            seconds = values["timing_s/step"] + values.get("timing_s/testing", 0.0)
+            if step < num_steps and (stopped := stopper.step_ended(seconds)):
+                raise stopped  # what has not been saved is, on the way out
+        checkpointer.finish()
         run.finish()
     shutdown_distributed()
 

@@ -426,7 +426,11 @@ class PromptStream:
         """The next samples of the stream, across an epoch's end if need be."""
         uids = range(self._position, self._position + count)
         self._position += count
-        return [self.prompts.sample(self._place(uid), uid) for uid in uids]
+        return [self.sample(uid) for uid in uids]
+
+    def sample(self, uid: int) -> Sample:
+        """The sample at a position of the stream, wherever the stream is now."""
+        return self.prompts.sample(self._place(uid), uid)
 
     @property
     def num_drawn(self) -> int:

@@ -80,6 +80,22 @@ class World:
         everywhere = len(failed) == self.size and same
         raise kind(text if everywhere else f"{text} (on rank {rank}; {len(failed)} of {self.size} ranks failed)")
 
+    def on_rank_0(self, action: Callable[[], Any]) -> Any:
+        """Rank 0's result of the action, on every rank; if it raises a LockstepError there, every rank raises it.
+
+        Executed by all ranks; only rank 0 acts, and the action must hold no collective.
+        """
+        result, raised = None, None
+        if self.rank == 0:
+            try:
+                result = action()
+            except LockstepError as error:
+                raised = error
+        result, raised = self.gather((result, raised))[0]
+        if raised is not None:
+            raise raised
+        return result
+
     def _reduce(self, tensor: Tensor, op: Any) -> Tensor:
         result = tensor.clone()
         if self.size > 1:

@@ -136,11 +136,11 @@ class KLController:
         error = min(max(current_kl / self._cfg.target - 1, -0.2), 0.2)
         self.coef *= 1 + error * min(num_responses / self._cfg.horizon, 1.0)
 
-    def state_dict(self) -> dict[str, float]:
+    def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
         return {"coef": self.coef}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def restore(self, state: dict[str, float]) -> None:
         """Goes on from a checkpoint's weight."""
         self.coef = float(state["coef"])
 

@@ -13,6 +13,7 @@ from lib.errors import UserError
 from lib.model import build_critic, check_model_config
 from lib.model_files import ModelFiles, check_critic_files, check_model_files, critic_shapes, expected_shapes
 from lib.parquet import Rows
+from lib.resume import Resume, find_resume
 from lib.rollout import RolloutConfig
 from lib.scoring import check_reward
 from lib.tracking import check_run
@@ -56,7 +57,7 @@ def check_same_config(cfg: Any, world: World) -> None:
         )
 
 
-def check_input(cfg: TrainConfig, world: World) -> tuple[DataFiles, ModelFiles]:
+def check_input(cfg: TrainConfig, world: World) -> tuple[DataFiles, ModelFiles, Resume]:
     """The data and model files, after every check that needs neither transformers nor a GPU, on all ranks together."""
     check_same_config(cfg, world)
     world.agree(lambda: check_launch(cfg, world))
@@ -69,8 +70,9 @@ def check_input(cfg: TrainConfig, world: World) -> tuple[DataFiles, ModelFiles]:
             tensor_parallel_size=cfg.rollout.tensor_model_parallel_size,
         )
     )
-    check_run(cfg.run_dir, cfg.tracking, world, overwrite=cfg.overwrite)
-    return files, model_files
+    resume = find_resume(cfg, world)
+    check_run(cfg.run_dir, cfg.tracking, world, overwrite=cfg.overwrite, goes_on=resume.in_place)
+    return files, model_files, resume
 
 
 def check_critic(cfg: TrainConfig, critic: CriticConfig, policy: ModelFiles, world: World) -> ModelFiles:

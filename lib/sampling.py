@@ -82,6 +82,38 @@ class Collector:
             any_stale=any(self.world.gather(any(rollout.num_stale for rollout in rollouts))),
         )
 
+    def state(self) -> dict[str, Any]:
+        """What the next step goes on from on this rank, as JSON can hold it; samples by their uid alone."""
+        unfinished = self.unfinished if self.engine.is_leader else []  # its replica's other ranks hold the same
+        return {
+            "replica": self.engine.replica,
+            "share_kept": self._share_kept,
+            "carried": [[_to_json(r) for r in group] for group in self.carried],
+            "unfinished": [_to_json(r) for r in unfinished],
+            "open_groups": [[_to_json(r) for r in group] for group in self.open_groups.values()],
+        }
+
+    def restore(self, states: list[dict[str, Any]]) -> None:
+        """Goes on from the states of all ranks, however many there were; which rank holds a group changes nothing.
+
+        Interrupted responses stay with their replica, or, where there were more or fewer, are dealt out by prompt.
+        """
+
+        def read(entries: list[dict[str, Any]]) -> Group:
+            return [_from_json(entry, self.prompts) for entry in entries]
+
+        groups = sorted((group for state in states for group in state["carried"]), key=lambda group: group[0]["uid"])
+        self.carried = [read(group) for group in groups[self.world.rank :: self.world.size]]
+        self._share_kept = states[0]["share_kept"]
+        entries = [(state["replica"], entry) for state in states for entry in state["unfinished"]]
+        uids = sorted({entry["uid"] for _, entry in entries})
+        own = set(uids[self.engine.replica :: self.engine.num_replicas])
+        if len({state["replica"] for state in states}) == self.engine.num_replicas:
+            own = {entry["uid"] for replica, entry in entries if replica == self.engine.replica}
+        self.unfinished = read([entry for _, entry in entries if entry["uid"] in own])
+        opened = [group for state in states for group in state["open_groups"] if group[0]["uid"] in own]
+        self.open_groups = {group[0]["uid"]: read(group) for group in opened if self.engine.is_leader}
+
     def _take_all(self, metrics: Metrics, label: str) -> tuple[list[Group], int, int, list[Rollout]]:
         groups = self._sample(self.prompts_per_step, metrics, label)
         rollouts = [rollout for group in groups for rollout in group]
@@ -219,6 +251,17 @@ class Collector:
 def _stale(rollout: Rollout) -> Rollout:
     """The response as the next step sees it: all of it sampled by an older policy."""
     return replace(rollout, num_stale=len(rollout.response_ids))
+
+
+def _to_json(rollout: Rollout) -> dict[str, Any]:
+    fields = {name: value for name, value in vars(rollout).items() if name not in ("sample", "score")}
+    return {"uid": rollout.sample.uid, **fields, "score": rollout.score and vars(rollout.score)}
+
+
+def _from_json(entry: dict[str, Any], prompts: PromptStream) -> Rollout:
+    fields = {name: value for name, value in entry.items() if name not in ("uid", "score")}
+    score = entry["score"] and Score(**entry["score"])
+    return Rollout(sample=prompts.sample(entry["uid"]), score=score, **fields)
 
 
 def _with_greedy_score(group: Group, greedy: Rollout) -> Group:

@@ -85,14 +85,14 @@ class Stopper:
         if stopped:
             raise stopped
 
-    def step_ended(self, seconds: float, *, steps_left: int) -> Stopped | None:
+    def step_ended(self, seconds: float) -> Stopped | None:
         """As `agreed`, at the end of a step that took so long; also when the time is over.
 
         It is over when another step and save, as long as the longest so far, would not end before the limit.
         """
         self._longest_step_s = max(self._longest_step_s, seconds)
         end = time.time() + self._longest_step_s + self._longest_save_s
-        if self.world.rank == 0 and steps_left and end > self._deadline and self._request is None:
+        if self.world.rank == 0 and end > self._deadline and self._request is None:
             self._request = (
                 f"the time limit of {self.max_minutes:g} minutes: a step of up to {self._longest_step_s:.0f} s and a "
                 f"save of up to {self._longest_save_s:.0f} s would not end before it", 0,

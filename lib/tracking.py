@@ -8,13 +8,10 @@ secrets are blanked in everything this file writes; what libraries print goes to
 """
 
 import ctypes
-import errno
 import importlib.util
 import json
-import math
 import os
-import re
-import shutil
+import secrets
 import sys
 import time
 import traceback
@@ -35,8 +32,22 @@ from lib.console import (
 )
 from lib.dist import World
 from lib.errors import LockstepError, Stopped, UserError, error_line
+from lib.run_folder import (
+    append_lines,
+    cannot_write,
+    check_folder,
+    claim_folder,
+    cut_after,
+    launch_id,
+    open_log,
+    plain,
+    read_metrics,
+    read_status,
+    redact,
+    secret_values,
+    to_json,
+)
 
-SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
 CLEAR_LINE = "\r\x1b[K"
 
 
@@ -81,21 +92,28 @@ class Run:
         config: Mapping[str, Any],
         num_steps: int,
         overwrite: bool = False,
+        last_row: int | None = None,
+        resumable: bool = False,
         needed_gib: float = 0.1,
     ):
         """Makes the folder, and logs to it from here on. `config` must hold no secrets (dataclass fields only).
 
-        Raises UserError when the folder is not empty (unless `overwrite`, which moves an older run aside), cannot be
-        written, or has less than `needed_gib` free, and when wandb is asked for but does not work.
+        With `last_row` the run that is there goes on: rows and samples of later steps are cut off (-1: all are).
+        `resumable`: whether a checkpoint is there. Raises UserError when the folder is not empty (unless it goes on, or
+        `overwrite` moves it aside), cannot be written, or has less than `needed_gib` free, and when wandb is asked for
+        but does not work.
         """
-        self.world, self.cfg, self.num_steps = world, cfg, num_steps
-        self.step, self.state = 0, "running"
-        self.resumable = False
-        """Whether a later run can go on from a checkpoint in the folder: to be set by who saves."""
-        check_run(run_dir, cfg, world, overwrite=overwrite, needed_gib=needed_gib)
-        self.dir: Path = self._on_rank_0(lambda: _claim_folder(run_dir, overwrite=overwrite, needed_gib=needed_gib))
+        self.world, self.cfg, self.num_steps, self.resumable = world, cfg, num_steps, resumable
+        self.step, self.state = max(0, last_row or 0), "running"
+        goes_on = last_row is not None
+        check_run(run_dir, cfg, world, overwrite=overwrite, goes_on=goes_on, needed_gib=needed_gib)
+        self.dir: Path = self._on_rank_0(
+            lambda: claim_folder(run_dir, overwrite=overwrite, goes_on=goes_on, needed_gib=needed_gib)
+        )
+        self.run_id: str = self._on_rank_0(lambda: read_status(self.dir).get("run_id") or secrets.token_hex(4))
+        """Of the run, however often it is continued."""
         self.log_file = self.dir / "logs" / f"rank_{world.rank}.log"
-        self._log = world.agree(lambda: _open_log(self.log_file))
+        self._log = world.agree(lambda: open_log(self.log_file))
         self.console = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
         self._tensorboard, self._wandb = None, None
         _flush()
@@ -103,7 +121,7 @@ class Run:
         os.dup2(self._log.fileno(), 1)
         os.dup2(self._log.fileno(), 2)
         try:
-            self._on_rank_0(lambda: self._start(config))
+            self._on_rank_0(lambda: self._start(config, last_row))
         except BaseException as error:
             self.fail(error)
             raise
@@ -122,7 +140,7 @@ class Run:
         """Prints a line (or several) on the terminal the run was started from, and in rank 0's log."""
         if self.world.rank != 0:
             return
-        text = _redact(text, _secrets())
+        text = redact(text, secret_values())
         print((CLEAR_LINE if self.console.isatty() else "") + text, file=self.console, flush=True)
         print(text, file=self._log, flush=True)
 
@@ -174,7 +192,7 @@ class Run:
 
         Keys: uid, data_source, prompt, response, ground_truth, score, extras, finish_reason.
         """
-        self._on_rank_0(lambda: _append_lines(self.dir / "samples" / f"step_{step}.jsonl", rows))
+        self._on_rank_0(lambda: append_lines(self.dir / "samples" / f"step_{step}.jsonl", rows))
         for row in rows[:show]:
             prompt, response = shorten(str(row["prompt"])), shorten(str(row["response"]))
             expected, score = shorten(str(row["ground_truth"]), 30), row["score"]
@@ -202,30 +220,33 @@ class Run:
                 line = error_line(error)
             else:
                 line = " ".join(f"error[1] {type(error).__name__}: {error}".split()) + f"; on rank {self.world.rank}"
-                print(_redact("".join(traceback.format_exception(error)), _secrets()), file=self._log)
+                print(redact("".join(traceback.format_exception(error)), secret_values()), file=self._log)
             with suppress(OSError):  # a full disk must not hide the error that is being reported
                 if json.loads((self.dir / "status.json").read_text(encoding="utf-8"))["state"] == "running":
                     self._write_status(error=line)  # once a rank has failed, others only lose their peer
                 self._close()
             if not isinstance(error, LockstepError | Stopped | KeyboardInterrupt):
-                text = f"{_redact(line, _secrets())}; what the libraries said is in {self.log_file}\n"
+                text = f"{redact(line, secret_values())}; what the libraries said is in {self.log_file}\n"
                 os.write(self._saved[1], text.encode(errors="backslashreplace"))
         self.restore()
 
-    def _start(self, config: Mapping[str, Any]) -> None:
+    def _start(self, config: Mapping[str, Any], last_row: int | None) -> None:
         self._write_status()  # before the import, which takes a moment: a folder without it is nobody's run
 
         from torch.utils.tensorboard import SummaryWriter
 
-        (self.dir / "samples").mkdir()
-        (self.dir / "config.json").write_text(_to_json(config, indent=2) + "\n", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"))
+        (self.dir / "samples").mkdir(exist_ok=True)
+        (self.dir / "config.json").write_text(to_json(config, indent=2) + "\n", encoding="utf-8")
+        if last_row is not None:
+            cut_after(self.dir, last_row)
+        purge = None if last_row is None else last_row + 1  # TensorBoard then hides the later steps of older files
+        self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"), purge_step=purge)
         if self.cfg.wandb_project is not None:
-            self._wandb = _start_wandb(self.cfg, self.dir, config)
+            self._wandb = _start_wandb(self.cfg, self.dir, config, self.run_id)
 
     def _write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {"step": step, **{name: float(value) for name, value in metrics.items()}}
-        _append_lines(self.dir / "metrics.jsonl", [row])
+        append_lines(self.dir / "metrics.jsonl", [row])
         for name, value in metrics.items():
             self._tensorboard.add_scalar(name, value, step)
         self._tensorboard.flush()
@@ -251,9 +272,10 @@ class Run:
     def _write_status(self, *, error: str | None = None) -> None:
         """Replaces status.json in one move: a reader sees the old one or the new one, never half of it."""
         status = {"state": self.state, "step": self.step, "resumable": self.resumable, "error": error}
+        status |= {"run_id": self.run_id, "launch_id": launch_id()}
         path, temporary = self.dir / "status.json", self.dir / f".status.json.{self.world.rank}"
         with open(temporary, "w", encoding="utf-8") as file:
-            file.write(_to_json(status) + "\n")
+            file.write(to_json(status) + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -278,7 +300,7 @@ def _on_rank_0(world: World, action: Callable[[], Any]) -> Any:
         except UserError as error:
             problem = str(error)
         except OSError as error:
-            problem = _cannot_write(error)
+            problem = cannot_write(error)
     result, problem = world.gather((result, problem))[0]
     if problem is not None:
         raise UserError(problem)
@@ -289,128 +311,13 @@ def _on_rank_0(world: World, action: Callable[[], Any]) -> Any:
 
 
 def check_run(
-    run_dir: str | Path, cfg: TrackingConfig, world: World, *, overwrite: bool, needed_gib: float = 0.1
-) -> None:
+    run_dir: str | Path, cfg: TrackingConfig, world: World, *, overwrite: bool, goes_on: bool = False,
+    needed_gib: float = 0.1,
+) -> None:  # fmt: skip
     """Raises UserError, on all ranks, when a `Run` with these arguments would; makes and moves nothing."""
     if cfg.wandb_project is not None:
         _on_rank_0(world, lambda: _check_wandb(cfg.wandb_project))
-    _on_rank_0(world, lambda: _check_folder(run_dir, overwrite=overwrite, needed_gib=needed_gib))
-
-
-def _claim_folder(run_dir: str | Path, *, overwrite: bool, needed_gib: float) -> Path:
-    """The run folder as an absolute path, made and empty. Executed by rank 0."""
-    folder = _check_folder(run_dir, overwrite=overwrite, needed_gib=needed_gib)
-    if folder.is_dir() and any(folder.iterdir()):
-        aside = folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
-        while aside.exists():
-            aside = aside.with_name(aside.name + "b")
-        folder.rename(aside)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _check_folder(run_dir: str | Path, *, overwrite: bool, needed_gib: float) -> Path:
-    """The run folder as an absolute path, after all checks that change nothing. Executed by rank 0."""
-    try:
-        if not str(run_dir).strip():
-            raise ValueError("it is empty")
-        folder = Path(os.path.abspath(Path(run_dir).expanduser()))
-        existing = next(path for path in (folder, *folder.parents) if path.exists())
-    except (RuntimeError, ValueError) as error:  # ~name of nobody; a null byte
-        raise UserError(
-            f"not a usable path; --run-dir {run_dir}; {error}; name a folder to make, such as runs/first"
-        ) from None
-    if not existing.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", str(existing))
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, "no permission to write there", str(existing))
-    free_gib = shutil.disk_usage(existing).free / 2**30
-    if free_gib < needed_gib:
-        raise UserError(
-            f"not enough disk space for the run folder; --run-dir {folder}; found {free_gib:.2f} GiB free, expected at "
-            f"least {needed_gib:.2f} GiB; free some space, or set --run-dir to a folder on another disk"
-        )
-    if folder.is_dir() and any(folder.iterdir()):
-        _check_way(folder, overwrite=overwrite)
-    return folder
-
-
-def _check_way(folder: Path, *, overwrite: bool) -> None:
-    """Raises UserError unless the folder holds an older run that `overwrite` may move: never what is not a run."""
-    if not (folder / "status.json").is_file():
-        names = ", ".join(sorted(path.name for path in folder.iterdir())[:3])
-        raise UserError(
-            f"the run folder holds files that are not a run's; --run-dir {folder}; found {names}, expected a new or "
-            "empty folder; choose another --run-dir (--overwrite moves only an older run aside)"
-        )
-    if overwrite:
-        return
-    try:
-        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
-        found = f"a run with state {status['state']} at step {status['step']}"
-    except (ValueError, KeyError, TypeError):
-        found = "a run with an unreadable status.json"
-    raise UserError(
-        f"the run folder is not empty; --run-dir {folder}; found {found}, expected a new or empty folder; choose "
-        f"another --run-dir, or add --overwrite to start afresh and move the old run to {folder.name}.old-TIME"
-    )
-
-
-def _open_log(path: Path) -> Any:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # another node may not share rank 0's disk
-        return open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise UserError(_cannot_write(error)) from None
-
-
-def _cannot_write(error: OSError) -> str:
-    where = f"{error.filename}; " if error.filename else "in the run folder; "
-    return (
-        f"cannot write the run folder; {where}{error.strerror or error}, expected a folder that can be made and "
-        "written; free space or mend the permissions, or set --run-dir to another place"
-    )
-
-
-def _append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(_to_json(row) + "\n" for row in rows)
-
-
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, as floats again (NaN and infinities too), without a last line cut short by a crash."""
-    path = run_dir / "metrics.jsonl"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    rows = [json.loads(line) for line in text.split("\n")[:-1]]
-    return [{name: value if name == "step" else float(value) for name, value in row.items()} for row in rows]
-
-
-def _to_json(value: Any, *, indent: int | None = None) -> str:
-    return json.dumps(_plain(value, _secrets()), indent=indent, ensure_ascii=False, allow_nan=False, default=str)
-
-
-def _plain(value: Any, secrets: Mapping[str, str]) -> Any:
-    """The value with secrets blanked and non-finite floats as strings."""
-    if isinstance(value, str):
-        return _redact(value, secrets)
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {_redact(str(key), secrets): _plain(item, secrets) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, secrets) for item in value]
-    return value
-
-
-def _secrets() -> dict[str, str]:
-    """Environment variables that are secret by their name; short values would blank ordinary words."""
-    return {name: value for name, value in os.environ.items() if len(value) >= 8 and SECRET_NAME.search(name)}
-
-
-def _redact(text: str, secrets: Mapping[str, str]) -> str:
-    for name, value in secrets.items():
-        text = text.replace(value, f"[{name}]")
-    return text
+    _on_rank_0(world, lambda: check_folder(run_dir, overwrite=overwrite, goes_on=goes_on, needed_gib=needed_gib))
 
 
 # ---- wandb ----
@@ -425,7 +332,7 @@ def _check_wandb(project: str) -> None:
         )
 
 
-def _start_wandb(cfg: TrackingConfig, run_dir: Path, config: Mapping[str, Any]) -> Any:
+def _start_wandb(cfg: TrackingConfig, run_dir: Path, config: Mapping[str, Any], run_id: str) -> Any:
     import wandb
 
     settings = wandb.Settings(  # neither the command line, nor the code, nor the terminal leaves the machine
@@ -434,8 +341,9 @@ def _start_wandb(cfg: TrackingConfig, run_dir: Path, config: Mapping[str, Any]) 
     name = cfg.name or run_dir.name
     try:
         return wandb.init(
-            project=cfg.wandb_project, name=name, dir=str(run_dir), config=_plain(config, _secrets()), settings=settings
-        )
+            project=cfg.wandb_project, name=name, id=run_id, resume="allow", dir=str(run_dir),
+            config=plain(config, secret_values()), settings=settings,
+        )  # fmt: skip
     except wandb.Error as error:
         raise UserError(
             f"wandb did not start; --tracking.wandb-project {cfg.wandb_project}; {' '.join(str(error).split())}; "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lib.advantages import ADVANTAGES, Advantage
 from lib.aggregation import LossAggMode
+from lib.checkpoint import CheckpointConfig
 from lib.config import either, nearest_divisors, plug_in
 from lib.correction import CORRECTIONS, AutoCorrection, Correction
 from lib.data import DataConfig
@@ -63,6 +64,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     max_minutes: float | None = None
     """Minutes after its start by which the run has ended: it saves and stops while another step still fits; None: no

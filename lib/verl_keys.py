@@ -6,9 +6,6 @@ The lists hold what users of verl's FSDP + vLLM path put into their commands; `p
 
 import re
 
-LATER_OPTIONS = frozenset({"--checkpoint.every", "--checkpoint.keep", "--checkpoint.resume"})
-"""Options that are named here, and come with a later release."""
-
 LATER = "comes with a later release"
 NO_RAY = "not needed: there is no Ray, torchrun starts the ranks"
 ALWAYS = "not needed: always on"
@@ -329,9 +326,9 @@ TRAINER = {
             "test_freq": ("--eval.every", "steps"),
             "val_before_train": ("--eval.before-train", ""),
             "val_only": ("", LATER),
-            "save_freq": ("--checkpoint.every", "steps"),
-            "resume_mode": ("--checkpoint.resume", ""),
-            "resume_from_path": ("--checkpoint.resume", ""),
+            "save_freq": ("--checkpoint.every", "steps; --checkpoint.every-minutes saves by time"),
+            "resume_mode": ("--checkpoint.resume", "auto, or never for verl's disable"),
+            "resume_from_path": ("--checkpoint.resume", "the path of a global_step_N"),
             "max_actor_ckpt_to_keep": ("--checkpoint.keep", ""),
             "max_critic_ckpt_to_keep": ("--checkpoint.keep", ""),
             "del_local_ckpt_after_load": ("", "not needed: --checkpoint.keep bounds the disk"),
@@ -430,8 +427,7 @@ def verl_hint(word: str) -> str | None:
 def _advice(option: str, note: str) -> str:
     if not option:
         return note
-    later = f"{option} {LATER}" if option in LATER_OPTIONS else f"use {option}"
-    return f"{later} ({note})" if note else later
+    return f"use {option} ({note})" if note else f"use {option}"
 
 
 def markdown() -> str:
@@ -440,7 +436,7 @@ def markdown() -> str:
     for title, rows in SECTIONS.items():
         lines += [f"## {title}", "", "| verl | here | note |", "|---|---|---|"]
         for key, (option, note) in rows.items():
-            here = f"`{option}`" + (" (later)" if option in LATER_OPTIONS else "") if option else "-"
+            here = f"`{option}`" if option else "-"
             lines.append(f"| `{key}` | {here} | {note} |")
         lines.append("")
     return "\n".join(lines)

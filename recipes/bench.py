@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 
 import train_grpo
+from lib.checkpoint import CheckpointConfig
 from lib.config import parse_cli, reporting_errors
 from lib.console import StartupTimer, format_table
 from lib.data import DataConfig
@@ -38,8 +39,8 @@ from lib.model import ModelConfig
 from lib.optim import OptimConfig
 from lib.parquet import write_rows
 from lib.rollout import RolloutConfig, RolloutEngine, Sampling
+from lib.run_folder import read_metrics
 from lib.scoring import RewardConfig
-from lib.tracking import read_metrics
 from lib.types import Batch, Rollout, Sample
 
 FLOPS = 790e12  # bf16 FLOP/s of large matrix products on an H200, measured; nominal: 989e12
@@ -184,6 +185,7 @@ def training_config(cfg: BenchConfig, workload: Workload, folder: str, world: Wo
         optim=OptimConfig(lr=1e-5),
         fsdp=FSDPConfig(optimizer_offload=workload.optimizer_offload),
         eval=EvalConfig(every=0),
+        checkpoint=CheckpointConfig(every_minutes=0, at_end=False),
         run_dir=f"{folder}/run",
     )
 

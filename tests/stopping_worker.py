@@ -86,7 +86,7 @@ def save_in_time(folder, world, stopper, run):
     for step in range(1, 1000):
         time.sleep(step_s)
         run.log(step, {})
-        stopped = stopper.step_ended(step_s, steps_left=1000 - step)
+        stopped = stopper.step_ended(step_s)
         if step == 2 or stopped:
             with stopper.saving():
                 time.sleep(save_s)

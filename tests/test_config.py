@@ -28,7 +28,7 @@ from lib.config import (
     to_json,
 )
 from lib.errors import RewardError, UserError
-from lib.verl_keys import LATER_OPTIONS, VERL_KEYS, markdown, verl_hint
+from lib.verl_keys import VERL_KEYS, markdown, verl_hint
 
 ROOT = Path(__file__).parent.parent
 
@@ -390,7 +390,7 @@ def test_every_option_named_for_verl_users_exists() -> None:
     existing = {name for config in configs for name in option_names(config)}
     text = " ".join(f"{option} {note}" for option, note in VERL_KEYS.values())
     torchruns = {"--nnodes", "--nproc_per_node"}
-    named = set(re.findall(r"--[a-z][a-z0-9._-]*[a-z0-9]|--[a-z]\b", text)) - LATER_OPTIONS - torchruns
+    named = set(re.findall(r"--[a-z][a-z0-9._-]*[a-z0-9]|--[a-z]\b", text)) - torchruns
     assert named - existing == set()
 
 

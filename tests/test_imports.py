@@ -13,9 +13,9 @@ ORDER = [
     *("aggregation", "selection", "losses", "critic_loss", "batching", "groups", "checkpoint_files"),
     *("weight_files", "whole_tensors", "verl_shards", "export"),
     *("model_files", "schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
-    *("kl", "correction"),
-    *("attention", "model", "fsdp", "forward", "optim", "critic", "console", "tracking", "engine_patches"),
-    *("rollout", "weight_sync", "evaluate", "sampling", "train_config", "launch"),
+    *("kl", "correction", "attention", "model", "fsdp", "forward", "optim", "critic", "console", "run_folder"),
+    *("tracking", "engine_patches", "rollout", "weight_sync", "evaluate", "sampling", "tensor_files", "checkpoint"),
+    *("train_config", "resume", "launch"),
     *("passk", "terminal", "eval_files", "eval_model", "eval_scores", "eval_report"),
 ]
 """A lib module imports only modules named before it."""

@@ -194,7 +194,7 @@ def test_a_fixed_weight_stays_and_a_saved_one_comes_back_exactly():
     adaptive = KLController(KLRewardConfig(coef=0.1, target=0.3))
     adaptive.update(1.0, 777)
     other = KLController(KLRewardConfig(coef=0.1, target=0.3))
-    other.load_state_dict(json.loads(json.dumps(adaptive.state_dict())))
+    other.restore(json.loads(json.dumps(adaptive.state())))
     assert other.coef == adaptive.coef != 0.1
 
 

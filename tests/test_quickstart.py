@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lib.tracking import read_metrics
+from lib.run_folder import read_metrics
 from tests.ranks import ROOT
 
 ACCURACY = "val-core/arithmetic/acc/mean@1"

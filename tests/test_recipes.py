@@ -21,7 +21,7 @@ from lib.kl import KLType
 from lib.launch import check_launch
 from lib.losses import LOSSES
 from lib.parquet import write_rows
-from lib.tracking import read_metrics
+from lib.run_folder import read_metrics
 from recipes import plot_algorithms
 from recipes.prepare_gsm8k import to_row
 from tests.ranks import ROOT, torchrun

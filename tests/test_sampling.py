@@ -17,9 +17,9 @@ from itertools import pairwise
 import pytest
 
 from lib.dist import SINGLE
+from lib.run_folder import read_metrics
 from lib.sampling import _with_greedy_score
 from lib.scoring import RewardConfig, check_error_rate
-from lib.tracking import read_metrics
 from lib.types import Score
 from tests import sampling_rewards
 from tests.ranks import ROOT, torchrun

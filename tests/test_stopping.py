@@ -166,18 +166,17 @@ def test_a_process_without_torchrun_outlives_its_parent(tmp_path):
 
 def test_a_step_is_only_begun_when_it_and_a_save_end_before_the_limit():
     stopper = Stopper(SINGLE, max_minutes=1.0)
-    assert stopper.step_ended(59.0, steps_left=1) is None
-    assert stopper.step_ended(5.0, steps_left=1) is None  # the longest counts
+    assert stopper.step_ended(59.0) is None
+    assert stopper.step_ended(5.0) is None  # the longest counts
     stopper._longest_save_s = 2.0
-    assert stopper.step_ended(5.0, steps_left=0) is None  # nothing is left to do
-    reason = stopper.step_ended(5.0, steps_left=1)
+    reason = stopper.step_ended(5.0)
     assert isinstance(reason, Stopped) and reason.code == 0
     assert "1 minutes: a step of up to 59 s and a save of up to 2 s" in str(reason)
 
 
 def test_without_a_limit_or_a_signal_nothing_stops():
     stopper = Stopper(SINGLE)
-    assert stopper.step_ended(1e9, steps_left=1) is None and not stopper.requested()
+    assert stopper.step_ended(1e9) is None and not stopper.requested()
     with stopper.together():
         pass
     with pytest.raises(AssertionError, match="broke off"), stopper.together():

@@ -1,0 +1,176 @@
+"""What is in a run's folder, and whose folder it is: claimed, cut back, read; JSON without secrets.
+
+JSON has no NaN or infinity, so these are the strings "NaN", "Infinity" and "-Infinity", which `float` reads. Values of
+environment variables that look like secrets are blanked.
+"""
+
+import errno
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lib.checkpoint_files import find_checkpoints
+from lib.errors import UserError
+
+SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
+
+
+def claim_folder(run_dir: str | Path, *, overwrite: bool, goes_on: bool, needed_gib: float) -> Path:
+    """The run folder as an absolute path, made, and empty unless its run goes on. Executed by rank 0."""
+    folder = check_folder(run_dir, overwrite=overwrite, goes_on=goes_on, needed_gib=needed_gib)
+    if not goes_on and folder.is_dir() and any(folder.iterdir()):
+        aside = folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+        while aside.exists():
+            aside = aside.with_name(aside.name + "b")
+        folder.rename(aside)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def check_folder(run_dir: str | Path, *, overwrite: bool, goes_on: bool, needed_gib: float) -> Path:
+    """The run folder as an absolute path, after all checks that change nothing. Executed by rank 0."""
+    try:
+        if not str(run_dir).strip():
+            raise ValueError("it is empty")
+        folder = Path(os.path.abspath(Path(run_dir).expanduser()))
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+    except (RuntimeError, ValueError) as error:  # ~name of nobody; a null byte
+        raise UserError(
+            f"not a usable path; --run-dir {run_dir}; {error}; name a folder to make, such as runs/first"
+        ) from None
+    if not existing.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a file is in the way", str(existing))
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "no permission to write there", str(existing))
+    free_gib = shutil.disk_usage(existing).free / 2**30
+    if free_gib < needed_gib:
+        raise UserError(
+            f"not enough disk space for the run folder; --run-dir {folder}; found {free_gib:.2f} GiB free, expected at "
+            f"least {needed_gib:.2f} GiB; free some space, or set --run-dir to a folder on another disk"
+        )
+    if not goes_on and folder.is_dir() and any(folder.iterdir()):
+        _check_way(folder, overwrite=overwrite)
+    return folder
+
+
+def _check_way(folder: Path, *, overwrite: bool) -> None:
+    """Raises UserError unless the folder holds an older run that `overwrite` may move: never what is not a run."""
+    if not (folder / "status.json").is_file():
+        names = ", ".join(sorted(path.name for path in folder.iterdir())[:3])
+        raise UserError(
+            f"the run folder holds files that are not a run's; --run-dir {folder}; found {names}, expected a new or "
+            "empty folder; choose another --run-dir (--overwrite moves only an older run aside)"
+        )
+    if overwrite:
+        return
+    status = read_status(folder)
+    readable = "state" in status and "step" in status
+    found = f"a run with state {status['state']} at step {status['step']}" if readable else "one without a status"
+    raise UserError(
+        f"the run folder is not empty; --run-dir {folder}; found {found}, expected a new or empty folder; choose "
+        f"another --run-dir, or add --overwrite to start afresh and move the old run to {folder.name}.old-TIME"
+    )
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """status.json of a run folder: state, step, resumable, error, run_id, launch_id; empty where it is none."""
+    try:
+        status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def launch_id() -> str | None:
+    """What the launches of one torchrun, or of one job, have in common; None without torchrun.
+
+    torchrun's own run id where it is one (--standalone, --rdzv-id); otherwise the torchrun process, which restarts its
+    ranks (--max-restarts).
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id != "none":
+        return run_id
+    started = Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    return f"{os.uname().nodename}-{os.getppid()}-{started}"
+
+
+def cut_after(run_dir: Path, last_row: int) -> None:
+    """Removes what was logged after a step, and moves later checkpoints aside: all of it will come again."""
+    for found in find_checkpoints(run_dir):
+        if found.step > last_row:
+            found.path.rename(found.path.with_name(f"{found.path.name}.replaced-{secrets.token_hex(4)}"))
+    kept = [row for row in _rows(run_dir) if row["step"] <= last_row]
+    temporary = run_dir / ".metrics.jsonl"
+    temporary.unlink(missing_ok=True)
+    append_lines(temporary, kept)
+    os.replace(temporary, run_dir / "metrics.jsonl")
+    for path in (run_dir / "samples").glob("step_*.jsonl"):
+        if int(path.stem.removeprefix("step_")) > last_row:
+            path.unlink()
+
+
+def open_log(path: Path) -> Any:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # another node may not share rank 0's disk
+        return open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise UserError(cannot_write(error)) from None
+
+
+def cannot_write(error: OSError) -> str:
+    where = f"{error.filename}; " if error.filename else "in the run folder; "
+    return (
+        f"cannot write the run folder; {where}{error.strerror or error}, expected a folder that can be made and "
+        "written; free space or mend the permissions, or set --run-dir to another place"
+    )
+
+
+def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(to_json(row) + "\n" for row in rows)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, as floats again (NaN and infinities too), without a last line cut short by a crash."""
+    return [{name: value if name == "step" else float(value) for name, value in row.items()} for row in _rows(run_dir)]
+
+
+def _rows(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    return json.dumps(plain(value, secret_values()), indent=indent, ensure_ascii=False, allow_nan=False, default=str)
+
+
+def plain(value: Any, secrets: Mapping[str, str]) -> Any:
+    """The value with secrets blanked and non-finite floats as strings."""
+    if isinstance(value, str):
+        return redact(value, secrets)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {redact(str(key), secrets): plain(item, secrets) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, secrets) for item in value]
+    return value
+
+
+def secret_values() -> dict[str, str]:
+    """Environment variables that are secret by their name; short values would blank ordinary words."""
+    return {name: value for name, value in os.environ.items() if len(value) >= 8 and SECRET_NAME.search(name)}
+
+
+def redact(text: str, secrets: Mapping[str, str]) -> str:
+    for name, value in secrets.items():
+        text = text.replace(value, f"[{name}]")
+    return text
