@@ -84,9 +84,10 @@ class Collector:
 
     def state(self) -> dict[str, Any]:
         """What the next step goes on from on this rank, as JSON can hold it; samples by their uid alone."""
-        unfinished = self.unfinished if self.engine.is_leader else []  # its replica's other ranks hold the same
+        replica, place = divmod(self.world.rank, self.rollout.tensor_model_parallel_size)
+        unfinished = [] if place else self.unfinished  # its replica's other ranks hold the same
         return {
-            "replica": self.engine.replica,
+            "replica": replica,
             "share_kept": self._share_kept,
             "carried": [[_to_json(r) for r in group] for group in self.carried],
             "unfinished": [_to_json(r) for r in unfinished],
@@ -107,12 +108,14 @@ class Collector:
         self._share_kept = states[0]["share_kept"]
         entries = [(state["replica"], entry) for state in states for entry in state["unfinished"]]
         uids = sorted({entry["uid"] for _, entry in entries})
-        own = set(uids[self.engine.replica :: self.engine.num_replicas])
-        if len({state["replica"] for state in states}) == self.engine.num_replicas:
-            own = {entry["uid"] for replica, entry in entries if replica == self.engine.replica}
+        replica, place = divmod(self.world.rank, self.rollout.tensor_model_parallel_size)
+        num_replicas = self.world.size // self.rollout.tensor_model_parallel_size
+        own = set(uids[replica::num_replicas])
+        if len({state["replica"] for state in states}) == num_replicas:
+            own = {entry["uid"] for before, entry in entries if before == replica}
         self.unfinished = read([entry for _, entry in entries if entry["uid"] in own])
         opened = [group for state in states for group in state["open_groups"] if group[0]["uid"] in own]
-        self.open_groups = {group[0]["uid"]: read(group) for group in opened if self.engine.is_leader}
+        self.open_groups = {group[0]["uid"]: read(group) for group in opened if not place}
 
     def _take_all(self, metrics: Metrics, label: str) -> tuple[list[Group], int, int, list[Rollout]]:
         groups = self._sample(self.prompts_per_step, metrics, label)

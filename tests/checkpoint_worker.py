@@ -26,6 +26,7 @@ from lib.optim import OptimConfig, build_optimizer, optimizer_step, set_lr_
 from lib.resume import find_resume
 from lib.rollout import RolloutConfig
 from lib.sampling import Collector
+from lib.stopping import Stopper
 from lib.tracking import Run
 from lib.types import Rollout, Score
 from tests.tiny import VOCAB_SIZE
@@ -90,7 +91,7 @@ def train(cfg, world, *, full=None, validate=lambda step: {}):
         collector = Collector(
             None, None, prompts, None, rollout=cfg.rollout, reward=cfg.reward, filter_groups=cfg.filter_groups,
             prompts_per_step=cfg.prompts_per_step, mini_batch_size=cfg.mini_batch_size, with_greedy=False,
-            mask_truncated=False, run=run, world=world,
+            mask_truncated=False, run=run, stopper=Stopper(world), world=world,
         )  # fmt: skip
         progress = Progress(
             prompts=prompts, collector=collector, kl_controller=KLController(cfg.kl_reward), constant_groups=[]

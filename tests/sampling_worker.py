@@ -145,7 +145,7 @@ def run_case(case, engine, policy, tokenizer, prompts, run, world):
     stream = PromptStream(prompts, seed=0, shuffle=False)
     rollout = RolloutConfig(
         n=case.n, max_response_len=RESPONSE_LEN, temperature=0.9, partial_share=case.partial_share,
-        max_continued=case.max_continued,
+        max_continued=case.max_continued, tensor_model_parallel_size=engine.tp_size,
     )  # fmt: skip
     steps = []
     with closing(Scorer(reward, {"test"})) as scorer:
