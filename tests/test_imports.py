@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     *("errors", "verl_keys", "config", "dist", "stopping", "types", "ops", "step_rows", "shaping", "advantages"),
     *("aggregation", "selection", "losses", "critic_loss", "batching", "groups", "checkpoint_files"),
-    *("weight_files", "whole_tensors", "verl_shards", "export"),
-    *("model_files", "schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
+    *("weight_files", "model_files", "whole_tensors", "verl_shards", "export"),
+    *("schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
     *("kl", "correction", "attention", "model", "fsdp", "forward", "optim", "critic", "console", "run_folder"),
     *("tracking", "engine_patches", "rollout", "weight_sync", "evaluate", "sampling", "tensor_files", "checkpoint"),
     *("train_config", "resume", "launch"),

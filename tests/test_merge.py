@@ -334,7 +334,8 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_nothing(models, functi
     state = {"model.norm.weight": torch.ones(64), "x": Malicious(function, arguments.get(function, code))}
     torch.save(state, actor / "model_world_size_1_rank_0.pt")
     registered = set(map(str, torch.serialization.get_safe_globals()))
-    message = refusal(UserError, actor, tmp_path / "model", skip_verify=skip_verify)
+    with torch.serialization.safe_globals([function]):  # what others have registered as safe is not for these files
+        message = refusal(UserError, actor, tmp_path / "model", skip_verify=skip_verify)
     assert "run code" in message and not evidence.exists()
     assert set(map(str, torch.serialization.get_safe_globals())) == registered
 
@@ -396,6 +397,7 @@ def test_force_never_replaces_what_is_not_a_model(own_step, tmp_path):
     notes.mkdir()
     (notes / "thesis.txt").write_text("years of work")
     (tmp_path / "file").write_text("")
+    (own_step.parent / "config.json").write_text("{}")  # a model's folder, but around the checkpoint
     for target in (notes, tmp_path / "file", own_step, own_step.parent, own_step / "actor" / "huggingface", tmp_path):
         with pytest.raises(UserError):
             merged(own_step / "actor", target, force=True)
