@@ -107,7 +107,7 @@ def check_tensors(shards: Shards, expected: Expected) -> None:
                     f"config.json says tied, the weights differ; {name} and {source} in {shards.folder}; found other "
                     "numbers, expected the same; set tie_word_embeddings to false in huggingface/config.json"
                 )
-        shards.release()
+    shards.release()
 
 
 def export(
