@@ -18,6 +18,8 @@ RECIPES = {
     # A critic's warm-up that ends after the kill, and a KL coefficient that adapts.
     "ppo": ("recipes.ppo_tiny_arithmetic", "--critic.warmup-steps", "3", "--kl-reward.coef", "0.05",
             "--kl-reward.target", "0.01", "--kl-reward.horizon", "500"),
+    # Responses that are interrupted after step 2 and go on in step 3.
+    "partial": ("recipes.grpo_tiny_arithmetic", "--rollout.partial-share", "0.7"),
 }  # fmt: skip
 
 
@@ -83,12 +85,14 @@ def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(straight, tmp_path, nam
     assert numbers(copy) == numbers(run)
     assert trainer(copy) == trainer(run)
     files = [path.relative_to(run) for path in run.glob(f"global_step_{NUM_STEPS}/**/*.safetensors")]
-    assert len(files) == (4 if name == "dapo" else 8)
+    assert len(files) == (8 if name == "ppo" else 4)
     for path in (*files, *(f"samples/step_{step}.jsonl" for step in range(NUM_STEPS + 1))):
         assert (copy / path).read_bytes() == (run / path).read_bytes(), path
+    states = json.loads((run / "global_step_2" / "trainer.json").read_text())["collectors"]
     if name == "dapo":
-        states = json.loads((run / "global_step_2" / "trainer.json").read_text())["collectors"]
         assert sum(len(state["carried"]) for state in states) > 0  # or the test would prove less than it says
+    elif name == "partial":
+        assert all(state["unfinished"] and state["open_groups"] for state in states)
     else:
         assert trainer(run)["kl_controller"]["coef"] != 0.05
 
