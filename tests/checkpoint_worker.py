@@ -9,6 +9,7 @@ step's save, as on a full disk.
 
 import resource
 import sys
+import threading
 
 import numpy as np
 import torch
@@ -81,7 +82,7 @@ def train(cfg, world, *, full=None, validate=lambda step: {}):
     resume = find_resume(cfg, world)
     resume.restore_prompts(prompts)
     resume.check_steps(cfg.num_steps)
-    found = {"uids": {}, "losses": {}}
+    found, gate = {"uids": {}, "losses": {}}, threading.Event()
     with Run(cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=cfg.num_steps, overwrite=cfg.overwrite,
              last_row=resume.last_row, resumable=resume.path is not None) as run:  # fmt: skip
         policy = load_policy(cfg.model, str(files.folder), cfg.fsdp, world)
@@ -115,6 +116,7 @@ def train(cfg, world, *, full=None, validate=lambda step: {}):
             for mini_batch in iter_mini_batches(batch, world, update_epochs=1):
                 backward(policy, mini_batch, world, 60)
                 found["losses"][step], _ = optimizer_step(policy, optimizer, clip_grad=0.5)
+            gate.set()
             found["uids"][step] = sorted({group[0].sample.uid for of_rank in world.gather(groups) for group in of_rank})
             progress.constant_groups.append(1 / (3 + step))
             values = {"x": found["losses"][step], **validate(step)}
@@ -123,6 +125,9 @@ def train(cfg, world, *, full=None, validate=lambda step: {}):
                 limit = resource.getrlimit(resource.RLIMIT_FSIZE)
                 if full == (step, world.rank):
                     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
+                gate.clear()
+                if cfg.checkpoint.async_save and not full and step < cfg.num_steps:
+                    checkpointer._writer.submit(gate.wait)  # so that nothing is written before the next update
                 checkpointer.save()
                 if cfg.checkpoint.async_save and full == (step, world.rank):
                     checkpointer._saving.files.exception()  # the limit is the whole process's
