@@ -28,7 +28,17 @@ from lib.tensor_files import load_model_, load_optimizer_
 from lib.train_config import TrainConfig
 
 MAY_DIFFER = (
-    *("run_dir", "overwrite", "debug", "num_steps", "total_epochs", "tracking.*", "eval.*", "checkpoint.*"),
+    *(
+        "run_dir",
+        "overwrite",
+        "debug",
+        "num_steps",
+        "total_epochs",
+        "max_minutes",
+        "tracking.*",
+        "eval.*",
+        "checkpoint.*",
+    ),
     *("*fsdp.*", "*max_tokens_per_gpu", "*model.gradient_checkpointing", "data.*_files", "data.*_max_samples"),
     *("reward.num_workers", "reward.timeout_s", "reward.max_error_rate", "rollout.max_log_probs_diff"),
     *("rollout.tensor_model_parallel_size", "rollout.gpu_memory_utilization", "rollout.max_num_*"),
