@@ -40,7 +40,8 @@ quickstart: $(SETUP)  ## train a tiny model with GRPO until its accuracy rises (
 	@echo "  $(PY) merge.py --local-dir $(RUN)/global_step_$$(cat $(RUN)/latest_checkpointed_iteration.txt)/actor \\"
 	@echo "      --target-dir models/quickstart"
 	@echo "  $(PY) -m torch.distributed.run --nproc_per_node=$(RANKS) eval.py --model.path models/quickstart \\"
-	@echo "      --data.files data/arithmetic/val.parquet --output $(RUN)/answers.parquet"
+	@echo "      --data.files data/arithmetic/val.parquet --data.max-prompt-len 32 --rollout.max-response-len 12 \\"
+	@echo "      --output $(RUN)/answers.parquet"
 	@echo "  $(PY) -m torch.distributed.run --nproc_per_node=$(RANKS) train_grpo.py --help"
 
 test: $(SETUP)  ## the test suite, at most 15 minutes on 2 cores

@@ -143,6 +143,8 @@ class _Save:
     inventory: Mapping[str, Any]
     size: int
     start: float
+    blocked_s: float
+    """Seconds that training waited for it when it began."""
     files: Future[dict[str, FileEntry]]
 
 
@@ -220,7 +222,8 @@ class Checkpointer:
         if self.cfg.async_save:
             pieces = {place: on_host(own) for place, own in pieces.items()}
         files = self._writer.submit(self._write, staging, pieces, trainer)
-        self._saving = _Save(self._step, self._metrics, staging, inventory, size, start, files)
+        blocked_s = time.monotonic() - start
+        self._saving = _Save(self._step, self._metrics, staging, inventory, size, start, blocked_s, files)
         if not self.cfg.async_save:
             self.wait()
 
@@ -229,6 +232,7 @@ class Checkpointer:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
+        entered = time.monotonic()
         files, problem = {}, None
         try:
             files = saving.files.result()
@@ -242,9 +246,10 @@ class Checkpointer:
             return
         self._problem, self._saved_step = None, saving.step
         self.run.resumable = True
-        seconds = time.monotonic() - saving.start
+        now = time.monotonic()
+        waited = f" (training waited {saving.blocked_s + now - entered:.1f} s)" if self.cfg.async_save else ""
         name = checkpoint_path(self.run.dir, saving.step).name
-        self.run.say(f"checkpoint {name}: {saving.size / 1e6:,.1f} MB, {seconds:.1f} s")
+        self.run.say(f"checkpoint {name}: {saving.size / 1e6:,.1f} MB, {now - saving.start:.1f} s{waited}")
         for note in notes:
             self.run.say(f"warning: {note}")
 
