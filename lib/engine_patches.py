@@ -46,6 +46,21 @@ def unpacked_cpu_weights() -> Iterator[None]:
 
 
 @contextmanager
+def own_shared_memory(name: str) -> Iterator[None]:
+    """On a CPU, tensor-parallel ranks exchange tensors in shared memory of the same name in every run on a machine, so
+    one that was killed, and left it behind, would keep the next from starting. An engine built here adds `name` to it.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    original = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda communicator: f"{original(communicator)}-{name}")
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(original)
+
+
+@contextmanager
 def short_cuts(engine: Any) -> Iterator[None]:
     """Spares vLLM's scheduler, while it decodes, questions whose answer cannot have changed since the last token.
 
@@ -137,9 +152,9 @@ def restored_host_state() -> Iterator[None]:
 
 def build_llm(
     cfg: Any, model_path: str, dtype: str, max_prompt_len: int, max_num_seqs: int, on_gpu: bool,
-    enable_sleep_mode: bool,
+    enable_sleep_mode: bool, run_name: str,
 ) -> Any:  # fmt: skip
-    """vLLM with random weights, for a RolloutConfig."""
+    """vLLM with random weights, for a RolloutConfig. `run_name` is equal on all ranks, and of this run alone."""
     from vllm import LLM
 
     # From 8 on eight sizes to each power of two: a fraction of vLLM's own list, whose capture is much of its start-up,
@@ -175,7 +190,7 @@ def build_llm(
             arguments["compilation_config"] = compilation
         return LLM(**arguments)
     arguments["kv_cache_memory_bytes"] = int(cfg.cpu_kv_cache_gib * 2**30)
-    with unpacked_cpu_weights():
+    with unpacked_cpu_weights(), own_shared_memory(run_name):
         return LLM(**arguments)
 
 

@@ -11,6 +11,7 @@ import gc
 import hashlib
 import math
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -189,6 +190,7 @@ class RolloutEngine:
         )
         world.agree(self._check_free_memory)
         set_engine_environment(self.on_gpu)
+        name = world.gather(uuid.uuid4().hex)[0]
         with restored_host_state():
             try:
                 self._llm = build_llm(

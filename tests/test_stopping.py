@@ -284,6 +284,16 @@ def test_sampling_stops_on_all_ranks_within_seconds_and_the_engine_goes_on_worki
         assert status(tmp_path) == stopped("SIGTERM on rank 1", step=0)
 
 
+@pytest.mark.slow
+def test_a_killed_tensor_parallel_run_does_not_keep_the_next_from_starting(tmp_path):
+    path = make_model(tmp_path / "model")
+    for name in ("killed", "next"):
+        (tmp_path / name).mkdir()
+        with job(tmp_path / name, "generate", str(path), "2") as running:
+            running.until(lambda name=name: notes(tmp_path / name), timeout_s=240)
+            running.process.kill()
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stopping")
