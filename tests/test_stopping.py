@@ -131,6 +131,7 @@ def test_nothing_survives_a_killed_launcher(tmp_path, case):
         assert not running.alive()
 
 
+@pytest.mark.slow
 def test_ranks_whose_launcher_is_killed_before_they_join_end_too(tmp_path):
     with job(tmp_path, "be_late") as running:
         running.until((tmp_path / "importing").exists)
