@@ -136,7 +136,7 @@ def train(cfg: PPOConfig) -> None:
                 str(model_files.folder),
                 dtype=str(cfg.model.compute_dtype(world)).removeprefix("torch."),
                 max_prompt_len=cfg.data.max_prompt_len,
-                most_responses=max(cfg.prompts_per_step * cfg.rollout.n, len(val_set) * cfg.eval.n),
+                most_responses=max(cfg.most_in_flight, len(val_set) * cfg.eval.n),
                 stop_token_ids=stop_ids,
                 world=world,
                 seed=cfg.seed,

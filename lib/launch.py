@@ -147,8 +147,8 @@ def describe(
     )
     filtering = f"\ngroups       {cfg.filter_groups.in_words(cfg.prompts_per_step)}" if cfg.filter_groups.enable else ""
     partial = (
-        f"\npartial      a step ends when {cfg.rollout.partial_share:.0%} of its responses have; the others go on in "
-        f"the next one, each at most {cfg.rollout.max_continued} time(s)"
+        f"\npartial      a step ends when {cfg.rollout.partial_share:.3g} of its responses have; the others go on for "
+        f"up to {cfg.rollout.max_continued} more step(s), so steps differ in size"
         if cfg.rollout.partial_share < 1
         else ""
     )

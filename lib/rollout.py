@@ -79,8 +79,8 @@ class RolloutConfig:
     """Share of a step's responses after which it ends, in (0, 1]; the others go on in the next step, under its weights;
     1: every step waits for its longest response."""
     max_continued: int = 2
-    """Most times that a response is interrupted and continued, with --rollout.partial-share below 1; a step waits for
-    those that were."""
+    """Most steps in which a response goes on after its first, with --rollout.partial-share below 1; the last of them
+    waits for it."""
     sleep: bool = True
     """Free the engine's GPU memory while training; turning it off keeps weights and KV cache resident."""
     cpu_kv_cache_gib: float = 1.0
@@ -194,7 +194,7 @@ class RolloutEngine:
         with restored_host_state():
             try:
                 self._llm = build_llm(
-                    cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self._sleeps
+                    cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self._sleeps, name
                 )
             except ValueError as error:  # how vLLM says that its settings fit neither the memory nor the model
                 memory = "gpu_memory_utilization" if self.on_gpu else "cpu_kv_cache_gib"
@@ -310,7 +310,7 @@ class RolloutEngine:
             params.n, params.seed = 1, params.seed + rollout.index
             params.max_tokens -= num_old
             prompt_ids = sample.prompt_ids + rollout.response_ids
-            pending[self._submit(prompt_ids, params)] = replace(rollout, num_stale=num_old)
+            pending[self._submit(prompt_ids, params)] = rollout
         most = len(pending) - math.ceil(share * len(pending))  # that may stay unfinished
 
         def enough() -> bool:
@@ -325,8 +325,7 @@ class RolloutEngine:
         assert {request for request, _, _ in left} == set(pending), "the engine lost a request"
         self._engine.abort_request(list(pending))
         for request, ids, log_probs in left:
-            rollout = pending[request]
-            yield replace(_extended(rollout, ids, log_probs, "unfinished"), num_continued=rollout.num_continued + 1)
+            yield _extended(pending[request], ids, log_probs, "unfinished")
 
     def _submit(self, prompt_ids: list[int], params: Any) -> str:
         """Gives the engine a request; its name."""

@@ -67,8 +67,12 @@ class Collector:
         Raises RewardError when too many responses could not be scored, Stopped when the run is to stop. Executed by all
         ranks together.
         """
+        self._count_interrupted("continued", metrics)
+        self.unfinished = [_older(rollout) for rollout in self.unfinished]
+        self.open_groups = {uid: [_stale(r) for r in group] for uid, group in self.open_groups.items()}
         choose = self._choose_groups if self.filter_groups.enable else self._take_all
         groups, mini_batch_size, num_groups, scored = choose(metrics, label)
+        self._count_interrupted("unfinished", metrics)
         num_responses = num_groups * self.rollout.n
         for name, count in self._check_errors(scored).items():
             metrics.set(name, count)
@@ -122,12 +126,20 @@ class Collector:
         rollouts = [rollout for group in groups for rollout in group]
         if self.rollout.partial_share == 1:
             return groups, self.mini_batch_size, self.prompts_per_step, rollouts
-        # As many groups as happened to end: the mini-batches keep their number, their size follows.
-        num_groups = sum(self.world.gather(len(groups)))
-        share = num_groups / self.prompts_per_step
-        if not num_groups:
+        # As many groups as happened to end: mini-batches keep about their size, their number follows.
+        num_responses = sum(self.world.gather(len(rollouts)))
+        if not num_responses:
             self.run.say(f"{label}: no group has all its responses yet: the step is skipped")
-        return groups, math.ceil(self.mini_batch_size * share), num_groups, rollouts
+        most = max(1, num_responses // self.world.size)  # with a response for every rank
+        num_mini_batches = max(1, min(round(num_responses / self.mini_batch_size), most))
+        size = math.ceil(num_responses / num_mini_batches)
+        return groups, size, num_responses // self.rollout.n, rollouts
+
+    def _count_interrupted(self, name: str, metrics: Metrics) -> None:
+        """The responses that go on from an earlier step, or that the next one will continue."""
+        if self.rollout.partial_share < 1:
+            own = len(self.unfinished) if self.engine.is_leader else 0  # its replica's other ranks hold the same
+            metrics.set(f"partial/{name}", sum(self.world.gather(own)))
 
     def _choose_groups(self, metrics: Metrics, label: str) -> tuple[list[Group], int, int, list[Rollout]]:
         """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): rounds until enough groups have a signal."""
@@ -135,9 +147,10 @@ class Collector:
         rounds, num_kept = 0, self.world.gather(len(kept))
         verdicts: Counter[Verdict] = Counter()
         wasted = 0  # tokens of the groups that were dropped
-        while goes_on(num_kept, target=target, rounds=rounds, cfg=self.filter_groups):
-            asked = math.ceil((target - sum(num_kept)) / max(self._share_kept, 1 / 8))
-            of_round = min(asked, self.prompts_per_step)
+        num_open = self._num_open_prompts()
+        while goes_on(num_kept, target=target, rounds=rounds, cfg=self.filter_groups) or (num_open and not rounds):
+            asked = math.ceil((target - sum(num_kept)) / max(self._share_kept, 1 / 8)) - num_open
+            of_round = max(0, min(asked, self.prompts_per_step))
             groups = self._sample(of_round, metrics, f"{label}, round {rounds + 1}")
             rounds += 1
             found = self.world.agree(lambda groups=groups: [self._judge(group) for group in groups])
@@ -150,7 +163,9 @@ class Collector:
             num_kept = [count for count, _ in gathered]
             of_this_round = sum((counts for _, counts in gathered), Counter())
             verdicts += of_this_round
-            self._share_kept = of_this_round["kept"] / max(1, of_this_round.total())
+            if of_this_round:
+                self._share_kept = of_this_round["kept"] / of_this_round.total()
+            num_open = self._num_open_prompts()
         step = step_groups(
             self.world.gather([group[0].sample.uid for group in kept]), target=target, n=self.rollout.n,
             mini_batch_size=self.mini_batch_size, num_ranks=self.world.size,
@@ -164,6 +179,11 @@ class Collector:
         self._report(metrics, label, step, rounds, verdicts, wasted)
         chosen_groups = [group for group in kept if group[0].sample.uid in chosen]
         return chosen_groups, step.mini_batch_size, len(step.uids), scored
+
+    def _num_open_prompts(self) -> int:
+        """Prompts, of all ranks, whose group will end in this step or a later one."""
+        own = {rollout.sample.uid for rollout in self.unfinished} if self.engine.is_leader else ()
+        return sum(self.world.gather(len(own)))
 
     def _report(
         self, metrics: Metrics, label: str, step: StepGroups, rounds: int, verdicts: Counter[Verdict], wasted: int
@@ -192,16 +212,15 @@ class Collector:
         None on ranks that only lend a replica their GPU.
         """
         samples = self.engine.share(self.prompts.next(num_prompts))
-        total = math.ceil(self.rollout.partial_share * (len(self.unfinished) + len(samples) * self.rollout.n))
-        if self.rollout.partial_share == 1:
-            total = len(samples)
+        partial = self.rollout.partial_share < 1  # then responses are counted instead of groups
+        total = len(self.unfinished) + len(samples) * self.rollout.n if partial else len(samples)
         total += len(samples) if self.with_greedy else 0
         with self.stopper.together():
             with metrics.time("gen"), self.run.progress(f"{label}: sampling", total) as advance:
-                if self.rollout.partial_share == 1:
-                    self._generate(samples, training_sampling(self.rollout), "train", advance, offset=0)
+                if partial:
+                    self._generate_partly(samples, advance)
                 else:
-                    self._generate_partly(samples, metrics, advance)
+                    self._generate(samples, training_sampling(self.rollout), "train", advance, offset=0)
                 if self.with_greedy:
                     greedy = Sampling(n=1, max_response_len=self.rollout.max_response_len, temperature=0.0)
                     self._generate(samples, greedy, "greedy", advance, offset=self.rollout.n)
@@ -211,7 +230,6 @@ class Collector:
         open_uids = {rollout.sample.uid for rollout in self.unfinished}
         ended = sorted(self.open_groups.keys() - open_uids)
         groups = [sorted(self.open_groups.pop(uid), key=lambda r: r.index) for uid in ended]
-        self.open_groups = {uid: [_stale(r) for r in group] for uid, group in self.open_groups.items()}
         if not self.with_greedy:
             return groups
         metrics.add_mean("remax/greedy_score", *_sum_and_count(group[-1] for group in groups))
@@ -226,16 +244,16 @@ class Collector:
                 self._submit(replace(rollout, index=rollout.index + offset))
             advance()
 
-    def _generate_partly(self, samples: list[Sample], metrics: Metrics, advance: Callable[[], None]) -> None:
+    def _generate_partly(self, samples: list[Sample], advance: Callable[[], None]) -> None:
         """The same for the responses that end in this step, of new prompts and of older ones."""
         new = [
             Rollout(sample=sample, index=index, response_ids=[], rollout_log_probs=[], finish_reason="unfinished")
             for sample in samples
             for index in range(self.rollout.n)
         ]
-        continued, self.unfinished = self.unfinished, []
+        older, self.unfinished = self.unfinished, []
         for rollout in self.engine.generate_partly(
-            [*continued, *new], training_sampling(self.rollout), share=self.rollout.partial_share,
+            [*older, *new], training_sampling(self.rollout), share=self.rollout.partial_share,
             max_continued=self.rollout.max_continued, stop=self.stopper.requested,
         ):  # fmt: skip
             if rollout.finish_reason == "unfinished":
@@ -243,12 +261,16 @@ class Collector:
             else:
                 self._submit(rollout)
                 advance()
-        for name, rollouts in (("continued", continued), ("unfinished", self.unfinished)):
-            metrics.add_sum(f"partial/{name}", len(rollouts) if self.engine.is_leader else 0)
 
     def _submit(self, rollout: Rollout) -> None:
         if self.engine.is_leader:  # tensor-parallel ranks sample the same; one of them speaks
             self.scorer.submit(rollout, decode(self.tokenizer, rollout.response_ids))
+
+
+def _older(rollout: Rollout) -> Rollout:
+    """An interrupted response as the next step sees it; one without a token is still new."""
+    num_tokens = len(rollout.response_ids)
+    return replace(rollout, num_stale=num_tokens, num_continued=rollout.num_continued + bool(num_tokens))
 
 
 def _stale(rollout: Rollout) -> Rollout:

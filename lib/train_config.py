@@ -3,6 +3,7 @@
 A script derives its config from `TrainConfig` and adds what it alone reads.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from lib.advantages import ADVANTAGES, Advantage
@@ -165,11 +166,17 @@ class TrainConfig:
                 f"{what} need the log-probs of the policy that sampled them; {flag}; found --rollout.log-probs False, "
                 f"expected True; leave that out, or set {remedy}"
             )
-        if not (self.loss.has_ratio or self.correction.bypass):  # else the weights follow the current policy
+        weighed = self.correction.bypass and self.correction.is_level != "none"  # by weights that follow the policy
+        if not (self.policy_loss.has_ratio or weighed):
             raise UserError(
-                f"--loss {type(self.loss).__name__} has no ratio to correct {what}, which older weights sampled; "
-                f"{flag}; expected a loss with a ratio; set {remedy}, or choose another loss"
+                f"--loss {type(self.policy_loss).__name__} has no ratio to correct {what}, which older weights "
+                f"sampled; {flag}; expected a loss with a ratio; set {remedy}, or choose another loss"
             )
+
+    @property
+    def most_in_flight(self) -> int:
+        """About the most training responses that all engines hold at once."""
+        return math.ceil(self.prompts_per_step * self.rollout.n / self.rollout.partial_share)
 
     @property
     def frozen_steps(self) -> int:

@@ -57,7 +57,7 @@ class Rollout:
     num_stale: int = 0
     """Tokens at the start that an older policy sampled; their rollout_log_probs are that policy's."""
     num_continued: int = 0
-    """How often it was interrupted so far (partial rollouts)."""
+    """Steps in which it went on after its first (partial rollouts)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,7 @@ def test_a_response_goes_on_from_where_it_was_interrupted_as_if_it_were_alone(fo
             for ids, _ in interrupted.get(key, []):
                 assert r["ids"][: len(ids)] == list(ids)
             if key in interrupted:
-                assert r["num_continued"] == len(interrupted[key])
+                assert r["num_continued"] == sum(len(ids) > 0 for ids, _ in interrupted[key])
                 so_far = interrupted[key][-1][0]
                 to_come, log_probs = continued[(*key, so_far)]
                 num_checked += 1
@@ -122,10 +122,10 @@ def test_a_replica_stops_at_its_share_and_bounds_how_often_a_response_is_interru
             after = {(uid, index): times for uid, index, _, times in step["unfinished"][replica * tp_size]}
             total = len(before) + len(new) * case.n
             assert len(after) <= total - math.ceil(case.partial_share * total)
-            assert not any(times >= case.max_continued and key in after for key, times in before.items())
-            most = max(most, *after.values(), 0)
+            assert not any(times >= case.max_continued for times in after.values())
+            most = max(most, *(r["num_continued"] for r in rollouts_of(step)))
             before, drawn = after, step["drawn"]
-    assert most == (case.max_continued if name == "partial, bounded" else most) and most >= 1
+    assert most == case.max_continued or (name != "partial, bounded" and 1 <= most <= case.max_continued)
 
 
 def test_a_step_stops_no_later_than_its_share(found):
@@ -151,21 +151,27 @@ def test_one_replica_of_two_ranks_samples_and_trains_on_the_same(found, name):
 
 
 @pytest.mark.parametrize(("layout", "name"), RUNS)
-def test_tokens_of_older_weights_keep_the_engines_log_probs(found, layout, name):
-    num_stale = 0
+def test_tokens_that_an_earlier_step_sampled_keep_the_engines_log_probs(found, layout, name):
+    num_stale, before, drawn = 0, {}, 0
     for step in found[layout]["cases"][name]:
-        expected = {(r["uid"], r["index"]): r["num_stale"] for r in rollouts_of(step)}
+        expected = {}
+        for r in rollouts_of(step):
+            key = (r["uid"], r["index"])
+            ended_before = r["uid"] < drawn and key not in before
+            expected[key] = len(r["ids"]) if ended_before else len(before[key][0]) if key in before else 0
+            assert r["num_stale"] == expected[key]
         for row in step["rows"]:
             if row["tokens"]:  # the others are excluded
                 assert row["num_engines"] == expected[row["uid"], row["index"]]
         num_stale += sum(expected.values())
         assert {any_stale for *_, any_stale in step["numbers"]} == {any(expected.values())}
+        before, drawn = unfinished_of(step), step["drawn"]
     assert num_stale
 
 
 @pytest.mark.parametrize(("layout", "name"), RUNS)
 def test_scores_mini_batches_and_counts(found, folder, layout, name):
-    case, tp_size = PARTIAL_CASES[name], LAYOUTS[layout][1]
+    case = PARTIAL_CASES[name]
     tokenizer = load_tokenizer(folder / "model", chat_template_kwargs={})
     before = 0
     for step in found[layout]["cases"][name]:
@@ -179,14 +185,13 @@ def test_scores_mini_batches_and_counts(found, folder, layout, name):
             assert scored and all(r["greedy"] is not None for r in scored)
         [(size, num_mini_batches, _)] = {tuple(numbers) for numbers in step["numbers"]}
         sizes = [[row["mini_batch"] for row in step["rows"]].count(place) for place in range(num_mini_batches)]
-        assert sum(sizes) == len(rollouts_of(step)) and all(size == other for other in sizes[:-1])
-        assert num_mini_batches <= case.prompts_per_step * case.n // case.mini_batch_size
-        num_unfinished = len(unfinished_of(step))
-        if not case.filter_groups.enable:
-            assert step["metrics"]["partial/continued"] == before
-        assert step["metrics"]["partial/unfinished"] == num_unfinished or case.filter_groups.enable
-        assert len(step["unfinished"][0]) <= num_unfinished and tp_size
-        before = num_unfinished
+        num_rows = len(rollouts_of(step))
+        assert sum(sizes) == num_rows and all(size == other for other in sizes[:-1])
+        if num_rows and not case.filter_groups.enable:  # about as large as asked, and a row for every rank
+            assert size >= LAYOUTS[layout][0] and abs(num_mini_batches - num_rows / case.mini_batch_size) <= 1
+        assert step["metrics"]["partial/continued"] == before
+        before = step["metrics"]["partial/unfinished"]
+        assert before == len(unfinished_of(step))
 
 
 def test_a_filtered_step_trains_on_groups_with_a_signal(found):
@@ -223,6 +228,10 @@ def test_a_run_learns_from_interrupted_responses(folder):
         (("--rollout.partial-share", "0.5", "--rollout.log-probs", "False"), "responses continued in the next step"),
         (("--rollout.partial-share", "0.5", "--rollout.stop", "x"), "a stop string would be missed"),
         (("--rollout.partial-share", "0.5", "--loss", "gpg"), "has no ratio to correct responses continued"),
+        (
+            ("--rollout.partial-share", "0.5", "--loss", "gpg", "--correction", "bypass_ppo_clip"),
+            "has no ratio to correct responses continued",
+        ),
         (("--rollout.max-continued", "0"), "--rollout.max-continued is out of range"),
     ],
 )
