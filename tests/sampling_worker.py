@@ -85,7 +85,7 @@ PARTIAL_CASES = {
     "partial, many mini-batches": Case(
         reward="of_all", steps=4, filter_groups=ALL, partial_share=0.7, n=3, mini_batch_size=3
     ),
-    "partial, filtered": Case(reward="of_even_rows", steps=3, partial_share=0.7),
+    "partial, filtered": Case(reward="of_even_rows", steps=5, partial_share=0.4, max_continued=3),
     "partial, greedy": Case(
         reward="that_fails_for_some", steps=3, filter_groups=ALL, with_greedy=True, partial_share=0.6
     ),

@@ -123,7 +123,7 @@ def test_a_replica_stops_at_its_share_and_bounds_how_often_a_response_is_interru
             total = len(before) + len(new) * case.n
             assert len(after) <= total - math.ceil(case.partial_share * total)
             assert not any(times >= case.max_continued for times in after.values())
-            most = max(most, *(r["num_continued"] for r in rollouts_of(step)))
+            most = max([most, *(r["num_continued"] for r in rollouts_of(step))])
             before, drawn = after, step["drawn"]
     assert most == case.max_continued or (name != "partial, bounded" and 1 <= most <= case.max_continued)
 
