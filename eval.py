@@ -40,6 +40,7 @@ from lib.evaluate import decode
 from lib.launch import check_same_config, check_same_prompts, check_tensor_parallel
 from lib.model import ModelConfig
 from lib.rollout import RolloutConfig, RolloutEngine, training_sampling
+from lib.run_folder import open_log
 from lib.scoring import RewardConfig, Scorer
 from lib.terminal import Terminal
 from lib.types import Sample
@@ -123,7 +124,8 @@ def evaluate(cfg: EvalScriptConfig) -> None:
         notes += [*model.warnings, *prompts.warnings, f"{len(groups)} of {len(samples)} prompts are finished already"]
 
     with ExitStack() as stack:
-        terminal = stack.enter_context(Terminal(world, logs and logs / f"rank_{world.rank}.log"))
+        log = logs and world.agree(lambda: open_log(logs / f"rank_{world.rank}.log"))
+        terminal = stack.enter_context(Terminal(world, log))
         scorer = None
         if not cfg.generate_only:
             sources, log_path = {sample.data_source for sample in samples}, logs and logs / f"rewards_{world.rank}.log"

@@ -6,8 +6,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 from lib.dist import World
 
@@ -15,26 +15,29 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 class Terminal:
-    """Lines and progress bars of rank 0. With a log file, file descriptors 1 and 2 of this rank lead there meanwhile.
+    """Lines and progress bars of rank 0. With a log, file descriptors 1 and 2 of this rank lead there meanwhile.
 
-    Use it as a context manager; the descriptors are given back at its end.
+    Use it as a context manager, or call `restore`: the descriptors are given back.
     """
 
-    def __init__(self, world: World, log_file: Path | None) -> None:
-        self.world = world
+    def __init__(self, world: World, log: TextIO | None) -> None:
+        self.world, self.log = world, log
         self.console = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
         self._saved: tuple[int, int] | None = None
-        if log_file is not None:
-            with open(log_file, "ab") as log:
-                _flush()
-                self._saved = os.dup(1), os.dup(2)
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
+        if log is not None:
+            _flush()
+            self._saved = os.dup(1), os.dup(2)
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
 
     def __enter__(self) -> "Terminal":
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Gives file descriptors 1 and 2 back to the terminal; `say` goes on working."""
         if self._saved is not None:
             _flush()
             for fd, saved in zip((1, 2), self._saved, strict=True):
@@ -42,10 +45,17 @@ class Terminal:
                 os.close(saved)
         self._saved = None
 
+    def write_error(self, text: str) -> None:
+        """Writes to where file descriptor 2 led before, on whichever rank."""
+        os.write(2 if self._saved is None else self._saved[1], text.encode(errors="backslashreplace"))
+
     def say(self, text: str) -> None:
-        """Prints a line, or several."""
-        if self.world.rank == 0:
-            print((CLEAR_LINE if self.console.isatty() else "") + text, file=self.console, flush=True)
+        """Prints a line, or several, on the terminal and in rank 0's log."""
+        if self.world.rank != 0:
+            return
+        print((CLEAR_LINE if self.console.isatty() else "") + text, file=self.console, flush=True)
+        if self.log is not None:
+            print(text, file=self.log, flush=True)
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[[], None]]:

@@ -7,16 +7,13 @@ the strings "NaN", "Infinity" and "-Infinity", which `float` reads. Values of en
 secrets are blanked in everything this file writes; what libraries print goes to the logs as it is.
 """
 
-import ctypes
 import importlib.util
 import json
 import os
 import secrets
-import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -47,8 +44,7 @@ from lib.run_folder import (
     secret_values,
     to_json,
 )
-
-CLEAR_LINE = "\r\x1b[K"
+from lib.terminal import Terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +110,8 @@ class Run:
         """Of the run, however often it is continued."""
         self.log_file = self.dir / "logs" / f"rank_{world.rank}.log"
         self._log = world.agree(lambda: open_log(self.log_file))
-        self.console = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
         self._tensorboard, self._wandb = None, None
-        _flush()
-        self._saved: tuple[int, int] | None = os.dup(1), os.dup(2)
-        os.dup2(self._log.fileno(), 1)
-        os.dup2(self._log.fileno(), 2)
+        self.terminal = Terminal(world, self._log)
         try:
             self._on_rank_0(lambda: self._start(config, last_row))
         except BaseException as error:
@@ -138,44 +130,15 @@ class Run:
 
     def say(self, text: str) -> None:
         """Prints a line (or several) on the terminal the run was started from, and in rank 0's log."""
-        if self.world.rank != 0:
-            return
-        text = redact(text, secret_values())
-        print((CLEAR_LINE if self.console.isatty() else "") + text, file=self.console, flush=True)
-        print(text, file=self._log, flush=True)
+        self.terminal.say(redact(text, secret_values()))
 
-    @contextmanager
-    def progress(self, label: str, total: int) -> Iterator[Callable[[], None]]:
+    def progress(self, label: str, total: int) -> AbstractContextManager[Callable[[], None]]:
         """A bar on a terminal, else a line every 10 seconds: call the yielded function for every one that is done."""
-        start = shown = time.monotonic()
-        is_tty, done = self.console.isatty(), 0
-
-        def advance() -> None:
-            nonlocal done, shown
-            done, now = done + 1, time.monotonic()
-            if self.world.rank != 0 or now - shown < (0.1 if is_tty else 10.0):
-                return
-            shown = now
-            text = f"  {label}: {done}/{total}, {now - start:.0f} s"
-            if is_tty:
-                bar = "#" * min(20, 20 * done // max(1, total))
-                print(f"{CLEAR_LINE}{text} [{bar:.<20}]", end="", file=self.console, flush=True)
-            else:
-                self.say(text)
-
-        yield advance
-        if is_tty and self.world.rank == 0:
-            print(CLEAR_LINE, end="", file=self.console, flush=True)
+        return self.terminal.progress(label, total)
 
     def restore(self) -> None:
         """Gives file descriptors 1 and 2 back to the terminal; `say` goes on working."""
-        if self._saved is None:
-            return
-        _flush()
-        for fd, saved in zip((1, 2), self._saved, strict=True):
-            os.dup2(saved, fd)
-            os.close(saved)
-        self._saved = None
+        self.terminal.restore()
 
     # ---- What a run writes ----
 
@@ -227,7 +190,7 @@ class Run:
                 self._close()
             if not isinstance(error, LockstepError | Stopped | KeyboardInterrupt):
                 text = f"{redact(line, secret_values())}; what the libraries said is in {self.log_file}\n"
-                os.write(self._saved[1], text.encode(errors="backslashreplace"))
+                self.terminal.write_error(text)
         self.restore()
 
     def _start(self, config: Mapping[str, Any], last_row: int | None) -> None:
@@ -349,10 +312,3 @@ def _start_wandb(cfg: TrackingConfig, run_dir: Path, config: Mapping[str, Any], 
             f"wandb did not start; --tracking.wandb-project {cfg.wandb_project}; {' '.join(str(error).split())}; "
             "run `wandb login`, set WANDB_MODE=offline, or leave the option out"
         ) from None
-
-
-def _flush() -> None:
-    """Empties Python's and C's output buffers, so that nothing printed before a redirection comes out after it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    ctypes.CDLL(None).fflush(None)

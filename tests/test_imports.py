@@ -14,9 +14,19 @@ ORDER = [
     *("weight_files", "model_files", "whole_tensors", "verl_shards", "export"),
     *("schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
     *("kl", "correction", "attention", "model", "fsdp", "forward", "optim", "critic", "console", "run_folder"),
-    *("tracking", "engine_patches", "rollout", "weight_sync", "evaluate", "sampling", "tensor_files", "checkpoint"),
+    *(
+        "terminal",
+        "tracking",
+        "engine_patches",
+        "rollout",
+        "weight_sync",
+        "evaluate",
+        "sampling",
+        "tensor_files",
+        "checkpoint",
+    ),
     *("train_config", "resume", "launch"),
-    *("passk", "terminal", "eval_files", "eval_model", "eval_scores", "eval_report"),
+    *("passk", "eval_files", "eval_model", "eval_scores", "eval_report"),
 ]
 """A lib module imports only modules named before it."""
 HEAVY = {"vllm": {"rollout", "engine_patches"}, "wandb": {"tracking"}, "peft": set(), "math_verify": {"rewards"}}
