@@ -358,10 +358,10 @@ def train(cfg: PPOConfig) -> None:
             if cfg.advantage.needs_group and (warning := constant_reward_warning(constant_groups)):
                 run.say(f"warning: {warning}")
             if checkpointer.end_step(step, values):  # the same answer on all ranks
-                with stopper.saving():
-                    checkpointer.save()
+                checkpointer.save()
             seconds = values["timing_s/step"] + values.get("timing_s/testing", 0.0)
-            if step < num_steps and (stopped := stopper.step_ended(seconds)):
+            stopped = stopper.step_ended(seconds, save_s=checkpointer.longest_save_s)
+            if stopped and step < num_steps:
                 raise stopped  # what has not been saved is, on the way out
         checkpointer.finish()
         run.finish()

@@ -167,6 +167,8 @@ class Checkpointer:
         self._step = self._saved_step = trainer["step"] if trainer else 0
         self.best = dict(trainer["best"]) if trainer else {}
         """The best value of the validation metric so far, with its step."""
+        self.longest_save_s = 0.0
+        """From the start of a save until its checkpoint was whole; 0: none so far."""
         self._last = time.monotonic()
         self._saving: _Save | None = None
         self._problem: str | None = None  # why the last save failed
@@ -247,6 +249,7 @@ class Checkpointer:
         self._problem, self._saved_step = None, saving.step
         self.run.resumable = True
         now = time.monotonic()
+        self.longest_save_s = max(self.longest_save_s, now - saving.start)
         waited = f" (training waited {saving.blocked_s + now - entered:.1f} s)" if self.cfg.async_save else ""
         name = checkpoint_path(self.run.dir, saving.step).name
         self.run.say(f"checkpoint {name}: {saving.size / 1e6:,.1f} MB, {now - saving.start:.1f} s{waited}")
@@ -316,14 +319,17 @@ class Checkpointer:
         except LockstepError:
             discard(saving.staging)
             raise
-        return prune(
-            self.run.dir,
-            keep_last=self.cfg.keep,
-            keep_best=self.cfg.keep_best,
-            metric=self.best.get("metric"),
-            keep_optimizer=self.cfg.keep_optimizer,
-            protect=[] if self.resumed is None else [self.resumed],
-        )
+        try:
+            return prune(
+                self.run.dir,
+                keep_last=self.cfg.keep,
+                keep_best=self.cfg.keep_best,
+                metric=self.best.get("metric"),
+                keep_optimizer=self.cfg.keep_optimizer,
+                protect=[] if self.resumed is None else [self.resumed],
+            )
+        except LockstepError as error:  # the new one is whole all the same
+            return [str(error)]
 
     def _note_best(self, step: int, metrics: Mapping[str, float]) -> None:
         measured = [name for name in metrics if (core := VALIDATION_NAME.fullmatch(name)) and "mean@" in core[3]]

@@ -123,18 +123,17 @@ def find_resume(cfg: TrainConfig, world: World) -> Resume:
     Raises UserError when the checkpoint's run had other options that matter, or a --checkpoint.resume PATH is none;
     DamagedCheckpoint for a damaged PATH, and when no checkpoint of RUN is whole. Executed by all ranks together.
     """
-    mode = cfg.checkpoint.resume
     candidates, again, state = world.on_rank_0(lambda: _look(cfg))
     notes = []
     for found in candidates:
         problem = _problem(found, world)
         if problem is None:
             trainer = world.on_rank_0(lambda found=found: _read_trainer(found.path, cfg))
-            in_place = found.path.parent == _folder(cfg.run_dir)
+            in_place = again or found.path.parent == _folder(cfg.run_dir)
             return Resume(
                 path=found.path, trainer=trainer, in_place=in_place, finished=state == "finished", notes=tuple(notes)
             )
-        if mode not in ("auto", "never"):
+        if cfg.checkpoint.resume not in ("auto", "never"):
             raise problem
         notes.append(f"warning: {found.path.name} is passed over: {problem}")
     if notes:
@@ -142,28 +141,47 @@ def find_resume(cfg: TrainConfig, world: World) -> Resume:
             f"no checkpoint can be continued; {cfg.run_dir}; found {'; '.join(notes)}; restore one from a copy, or add "
             "--overwrite to start afresh"
         )
-    return Resume(in_place=again, notes=("starting again in the folder of this launch",) if again else ())
+    return Resume(in_place=again, notes=("starting again in the folder of this run",) if again else ())
 
 
 def _look(cfg: TrainConfig) -> tuple[list[Found], bool, str | None]:
-    """The checkpoints to try, newest first; whether this launch has been in RUN before; the state of RUN's run."""
+    """The checkpoints to try, newest first; whether RUN is this run's own, to go on in; the state of RUN's run.
+
+    It is where this launch has been in RUN before, where nothing was trained yet when it was stopped, and where RUN
+    began from the same PATH: the same command again goes on.
+    """
     mode, folder = cfg.checkpoint.resume, _folder(cfg.run_dir)
     status = {} if folder is None else read_status(folder)
     again = launch_id() is not None and status.get("launch_id") == launch_id()
     is_restart = again and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     moves_aside = cfg.overwrite and not is_restart
-    if mode not in ("auto", "never"):
-        path = _folder(mode)
-        if path is None:
-            raise UserError(f"not a usable path; --checkpoint.resume {mode}; name a RUN/global_step_N")
-        if moves_aside and path.parent == folder:
-            raise UserError(
-                f"--overwrite moves the checkpoint away; --checkpoint.resume {mode}; found it in --run-dir "
-                f"{cfg.run_dir}, expected one of the two options; leave --overwrite out, or choose another --run-dir"
-            )
-        return [Found(step=0, path=path, manifest=check(path), problem=None)], again, status.get("state")
-    found = find_checkpoints(folder) if mode == "auto" and status and not moves_aside else []
-    return found, again and not moves_aside, status.get("state")
+    again = again or (status.get("state"), status.get("step")) == ("stopped", 0)
+    found = find_checkpoints(folder) if (mode != "never" or is_restart) and status and not moves_aside else []
+    if mode in ("auto", "never"):
+        return found, again and not moves_aside, status.get("state")
+    path = _folder(mode)
+    if path is None:
+        raise UserError(f"not a usable path; --checkpoint.resume {mode}; name a RUN/global_step_N")
+    if moves_aside and path.parent == folder:
+        raise UserError(
+            f"--overwrite moves the checkpoint away; --checkpoint.resume {mode}; found it in --run-dir "
+            f"{cfg.run_dir}, expected one of the two options; leave --overwrite out, or choose another --run-dir"
+        )
+    began_there = bool(status) and not moves_aside and _began_from(folder) == mode
+    own = [one for one in found if one.problem is None and one.step > check(path).step] if began_there else []
+    return (
+        [*own, Found(step=0, path=path, manifest=check(path), problem=None)],
+        again or began_there,
+        status.get("state"),
+    )
+
+
+def _began_from(folder: Path) -> str | None:
+    """The --checkpoint.resume with which RUN was last started."""
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))["checkpoint"]["resume"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _folder(path: str) -> Path | None:
@@ -185,7 +203,7 @@ def _problem(found: Found, world: World) -> LockstepError | None:
     names = share(found.manifest.files, world.rank, world.size)
     try:
         world.agree(lambda: verify(found.path, names))
-    except LockstepError as error:
+    except DamagedCheckpoint as error:  # a disk that cannot be read for now is another matter, and ends the run
         return error
     return None
 

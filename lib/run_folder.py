@@ -5,6 +5,7 @@ environment variables that look like secrets are blanked.
 """
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -34,6 +35,25 @@ def claim_folder(run_dir: str | Path, *, overwrite: bool, goes_on: bool, needed_
     return folder
 
 
+def lock_folder(folder: Path) -> int:
+    """A file descriptor that keeps other runs out of the folder until it is closed, or this process has ended.
+
+    Raises UserError when another process has one. Executed by rank 0.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(
+            f"another run is writing to the run folder; --run-dir {folder}; found it locked, expected a run that has "
+            "ended; wait for its end, stop it, or choose another --run-dir"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return descriptor
+
+
 def check_folder(run_dir: str | Path, *, overwrite: bool, goes_on: bool, needed_gib: float) -> Path:
     """The run folder as an absolute path, after all checks that change nothing. Executed by rank 0."""
     try:
@@ -57,6 +77,8 @@ def check_folder(run_dir: str | Path, *, overwrite: bool, goes_on: bool, needed_
         )
     if not goes_on and folder.is_dir() and any(folder.iterdir()):
         _check_way(folder, overwrite=overwrite)
+    if folder.is_dir():  # before anything is moved or cut
+        os.close(lock_folder(folder))
     return folder
 
 

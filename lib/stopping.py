@@ -46,7 +46,7 @@ class Stopper:
         self._is_told = False
         self._arrivals: dict[int, float] = {}  # signal -> when it came first
         self._replaced: dict[int, Any] = {}  # signal -> the handler before ours
-        self._longest_step_s = self._longest_save_s = 0.0
+        self._longest_step_s = 0.0
         self._terminal = os.dup(2)  # stays what it is when a run moves descriptor 2 to its log
         self._sender: socket.socket | None = None
         self._closing = False
@@ -85,26 +85,20 @@ class Stopper:
         if stopped:
             raise stopped
 
-    def step_ended(self, seconds: float) -> Stopped | None:
+    def step_ended(self, seconds: float, *, save_s: float) -> Stopped | None:
         """As `agreed`, at the end of a step that took so long; also when the time is over.
 
-        It is over when another step and save, as long as the longest so far, would not end before the limit.
+        It is over when another step, as long as the longest so far, and a save of `save_s` seconds (0: not known yet,
+        as long as a step then) would not end before the limit.
         """
         self._longest_step_s = max(self._longest_step_s, seconds)
-        end = time.time() + self._longest_step_s + self._longest_save_s
-        if self.world.rank == 0 and end > self._deadline and self._request is None:
-            self._request = (
+        save_s = save_s or self._longest_step_s
+        if self.world.rank == 0 and time.time() + self._longest_step_s + save_s > self._deadline:
+            self._request = self._request or (
                 f"the time limit of {self.max_minutes:g} minutes: a step of up to {self._longest_step_s:.0f} s and a "
-                f"save of up to {self._longest_save_s:.0f} s would not end before it", 0,
+                f"save of up to {save_s:.0f} s would not end before it", 0,
             )  # fmt: skip
         return self.agreed()
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """A block that saves: its seconds count for the time limit."""
-        start = time.monotonic()
-        yield
-        self._longest_save_s = max(self._longest_save_s, time.monotonic() - start)
 
     # ---- Signals: the handler does nothing, the watcher's thread reads what has come ----
 

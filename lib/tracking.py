@@ -36,6 +36,7 @@ from lib.run_folder import (
     claim_folder,
     cut_after,
     launch_id,
+    lock_folder,
     open_log,
     plain,
     read_metrics,
@@ -106,6 +107,8 @@ class Run:
         self.dir: Path = self._on_rank_0(
             lambda: claim_folder(run_dir, overwrite=overwrite, goes_on=goes_on, needed_gib=needed_gib)
         )
+        self._lock: int | None = None  # a file descriptor, on rank 0
+        self._on_rank_0(self._take_lock)
         self.run_id: str = self._on_rank_0(lambda: read_status(self.dir).get("run_id") or secrets.token_hex(4))
         """Of the run, however often it is continued."""
         self.log_file = self.dir / "logs" / f"rank_{world.rank}.log"
@@ -139,6 +142,9 @@ class Run:
     def restore(self) -> None:
         """Gives file descriptors 1 and 2 back to the terminal; `say` goes on working."""
         self.terminal.restore()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     # ---- What a run writes ----
 
@@ -192,6 +198,9 @@ class Run:
                 text = f"{redact(line, secret_values())}; what the libraries said is in {self.log_file}\n"
                 self.terminal.write_error(text)
         self.restore()
+
+    def _take_lock(self) -> None:
+        self._lock = lock_folder(self.dir)
 
     def _start(self, config: Mapping[str, Any], last_row: int | None) -> None:
         self._write_status()  # before the import, which takes a moment: a folder without it is nobody's run

@@ -86,10 +86,9 @@ def save_in_time(folder, world, stopper, run):
     for step in range(1, 1000):
         time.sleep(step_s)
         run.log(step, {})
-        stopped = stopper.step_ended(step_s)
+        stopped = stopper.step_ended(step_s, save_s=save_s if step > 2 else 0.0)
         if step == 2 or stopped:
-            with stopper.saving():
-                time.sleep(save_s)
+            time.sleep(save_s)
         if stopped:
             note(folder, world, step=step, left_s=deadline - time.time())
             raise stopped

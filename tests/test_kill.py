@@ -14,7 +14,7 @@ from lib.run_folder import read_metrics, read_status
 from tests.ranks import Job
 from tests.tiny import make_model, make_tokenizer
 
-NUM_STEPS, NUM_KILLS = 400, 24
+NUM_STEPS, NUM_KILLS = 300, 20
 
 
 def job(folder, name):

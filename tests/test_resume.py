@@ -1,6 +1,7 @@
 """What a run goes on from, and what it refuses, before a model is loaded. Runs of a few steps without an engine."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -10,7 +11,7 @@ from lib.dist import SINGLE, init_distributed
 from lib.errors import DamagedCheckpoint, UserError
 from lib.launch import check_input
 from lib.resume import MAY_DIFFER, find_resume
-from lib.run_folder import launch_id, read_metrics, read_status
+from lib.run_folder import launch_id, lock_folder, read_metrics, read_status
 from tests.checkpoint_worker import config, train
 from tests.tiny import make_model, make_questions, make_tokenizer
 
@@ -218,3 +219,68 @@ def test_the_whole_command_says_so_before_a_model_is_loaded(model, run, tmp_path
     cfg = options(model, run, *lens, "--data.train-files", tmp_path / "train.parquet", "--seed", 5)
     with pytest.raises(UserError, match="seed was 0 and is 5"):
         check_input(cfg, SINGLE)
+
+
+# ---- The same command again ----
+
+
+def test_the_same_path_again_goes_on_from_what_the_run_has_saved_since(model, run):
+    words = ("--checkpoint.resume", run / "global_step_2", "--num-steps", 6, "--checkpoint.every", 1)
+    world = init_distributed()
+    first = train(config(model, "--run-dir", run, *words), world)
+    assert set(first["losses"]) == {3, 4, 5, 6}
+    change_status(run, state="running")
+    shutil.rmtree(run / "global_step_6")  # as killed after step 5
+    again = train(config(model, "--run-dir", run, *words), world)
+    assert set(again["losses"]) == {6} and again["losses"][6] == first["losses"][6]
+
+
+def test_the_same_path_of_another_run_again_goes_on_in_the_new_folder(model, done, tmp_path):
+    words = ("--checkpoint.resume", done / "global_step_2", "--num-steps", 4, "--checkpoint.every", 1)
+    world = init_distributed()
+    cfg = config(model, "--run-dir", tmp_path / "new", *words)
+    first = train(cfg, world)
+    change_status(tmp_path / "new", state="running")
+    shutil.rmtree(tmp_path / "new" / "global_step_4")
+    assert set(train(cfg, world)["losses"]) == {4}
+    change_status(tmp_path / "new", state="running")
+    for step in (3, 4):  # as killed before the first save
+        shutil.rmtree(tmp_path / "new" / f"global_step_{step}")
+    again = train(cfg, world)
+    assert again["losses"] == first["losses"] and set(again["losses"]) == {3, 4}
+    assert [row["step"] for row in read_metrics(tmp_path / "new")] == [3, 4]
+
+
+def test_never_goes_on_where_the_same_torchrun_restarts_its_ranks(model, run, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-1")
+    change_status(run, launch_id="job-1")
+    cfg = options(model, run, "--checkpoint.resume", "never")
+    assert find_resume(cfg, SINGLE).step == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert find_resume(cfg, SINGLE).step == 4
+
+
+def test_a_run_that_was_stopped_before_its_first_step_starts_again(model, run):
+    for step in (2, 4):
+        shutil.rmtree(run / f"global_step_{step}")
+    change_status(run, state="stopped", step=0)
+    assert find_resume(options(model, run), SINGLE).in_place
+    change_status(run, state="stopped", step=1)
+    assert not find_resume(options(model, run), SINGLE).in_place
+
+
+def test_a_disk_that_cannot_be_read_is_no_damage(model, run, monkeypatch):
+    def fail(*_):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr("hashlib.file_digest", fail)
+    with pytest.raises(UserError, match="Stale file handle"):
+        find_resume(options(model, run), SINGLE)
+
+
+def test_a_folder_that_a_run_is_writing_to_is_refused(model, run):
+    descriptor = lock_folder(run)
+    with pytest.raises(UserError, match="another run is writing to the run folder"):
+        train(options(model, run), init_distributed())
+    os.close(descriptor)
+    assert set(train(options(model, run), init_distributed())["losses"]) == {5, 6}

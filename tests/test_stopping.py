@@ -168,17 +168,22 @@ def test_a_process_without_torchrun_outlives_its_parent(tmp_path):
 
 def test_a_step_is_only_begun_when_it_and_a_save_end_before_the_limit():
     stopper = Stopper(SINGLE, max_minutes=1.0)
-    assert stopper.step_ended(59.0) is None
-    assert stopper.step_ended(5.0) is None  # the longest counts
-    stopper._longest_save_s = 2.0
-    reason = stopper.step_ended(5.0)
+    assert stopper.step_ended(59.0, save_s=0.5) is None
+    assert stopper.step_ended(5.0, save_s=0.5) is None
+    reason = stopper.step_ended(5.0, save_s=2.0)  # the longest step counts
     assert isinstance(reason, Stopped) and reason.code == 0
     assert "1 minutes: a step of up to 59 s and a save of up to 2 s" in str(reason)
 
 
+def test_a_save_of_unknown_length_is_taken_to_be_as_long_as_a_step():
+    stopper = Stopper(SINGLE, max_minutes=1.0)
+    assert stopper.step_ended(29.0, save_s=0.0) is None
+    assert "a save of up to 31 s" in str(stopper.step_ended(31.0, save_s=0.0))
+
+
 def test_without_a_limit_or_a_signal_nothing_stops():
     stopper = Stopper(SINGLE)
-    assert stopper.step_ended(1e9) is None and not stopper.requested()
+    assert stopper.step_ended(1e9, save_s=1e9) is None and not stopper.requested()
     with stopper.together():
         pass
     with pytest.raises(AssertionError, match="broke off"), stopper.together():
