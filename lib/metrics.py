@@ -199,11 +199,10 @@ def advantage_metrics(batch: Batch, metrics: Metrics) -> None:
 def constant_reward_warning(constant_group_ratios: Sequence[float], *, patience: int = 3) -> str | None:
     """A warning when none of the last `patience` steps had a group with differing rewards, else None.
 
-    Takes the steps' reward/constant_group_ratio, NaN for a step without a group. Steps without a signal have advantages
-    of exactly zero and train nothing.
+    Takes the steps' reward/constant_group_ratio. Such steps have advantages of exactly zero and train nothing.
     """
     recent = constant_group_ratios[-patience:]
-    if len(recent) < patience or not all(ratio >= 1.0 for ratio in recent):
+    if len(recent) < patience or any(ratio < 1.0 for ratio in recent):
         return None
     return (
         f"no signal: 100 % of the groups had equal rewards in each of the last {patience} steps, so nothing is "

@@ -1,0 +1,21 @@
+"""What every test module leaves behind for the next one: nothing."""
+
+import os
+
+import pytest
+
+from lib.dist import shutdown_distributed
+
+LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_is_left():
+    """A module may join a group of one rank in this process; its scripts without torchrun would inherit its port."""
+    before = {name: os.environ.get(name) for name in LAUNCH}
+    yield
+    shutdown_distributed()
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
