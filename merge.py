@@ -144,7 +144,7 @@ def read_checkpoint(checkpoint: Path, *, skip_verify: bool) -> Shards:
                 "copy it along, or merge unverified files with --skip-verify"
             )
         needed = (f"{checkpoint.name}/model/", f"{checkpoint.name}/huggingface/")
-        verify(step, [name for name in check(step).files if name.startswith(needed)])
+        verify(step, [name for name in check(step, below=needed).files if name.startswith(needed)], below=needed)
     return read_shards(checkpoint / "model")
 
 

@@ -268,8 +268,10 @@ def _read_manifest(folder: Path) -> Manifest:
 # ---- Reading ----
 
 
-def check(folder: Path) -> Manifest:
+def check(folder: Path, *, below: tuple[str, ...] = ("",)) -> Manifest:
     """The manifest of a checkpoint whose files are all there in their full size; their bytes are not read.
+
+    `below`: only the files whose names begin so, the others may be missing.
 
     A file that the manifest does not list is an error wherever listed ones lie, since model and tokenizer folders are
     read whole; notes at the top, or a folder of its own, are nobody's business. Raises DamagedCheckpoint naming file
@@ -277,7 +279,7 @@ def check(folder: Path) -> Manifest:
     """
     with disk_errors(folder):
         manifest = _read_manifest(folder)
-        _compare(folder, manifest.files)
+        _compare(folder, {name: entry for name, entry in manifest.files.items() if name.startswith(below)})
     named = STEP_FOLDER.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
         raise DamagedCheckpoint(
@@ -287,12 +289,12 @@ def check(folder: Path) -> Manifest:
     return manifest
 
 
-def verify(folder: Path, names: Iterable[str] | None = None) -> Manifest:
+def verify(folder: Path, names: Iterable[str] | None = None, *, below: tuple[str, ...] = ("",)) -> Manifest:
     """The manifest of a checkpoint that is whole: `check`, and the bytes of the named files (of all by default).
 
     Ranks divide the work by `names=share(check(folder).files, rank, size)`. Raises as `check` does.
     """
-    manifest = check(folder)
+    manifest = check(folder, below=below)
     for name, found in hash_files(folder, manifest.files if names is None else names).items():
         if found != manifest.files[name]:
             raise DamagedCheckpoint(

@@ -89,11 +89,12 @@ def _find_actor(path: str) -> tuple[Path | None, list[str]]:
 def _verify(actor: Path, world: World) -> dict[str, str]:
     """{file: hash} of the policy's weights and config, which every byte was compared with."""
 
+    needed = ("actor/model/", "actor/huggingface/")
+
     def check() -> dict[str, str]:
-        manifest = verify(actor.parent, [])
-        wanted = {name: entry for name, entry in manifest.files.items()
-                  if name.startswith(("actor/model/", "actor/huggingface/"))}  # fmt: skip
-        verify(actor.parent, share(wanted, world.rank, world.size))
+        manifest = verify(actor.parent, [], below=needed)
+        wanted = {name: entry for name, entry in manifest.files.items() if name.startswith(needed)}
+        verify(actor.parent, share(wanted, world.rank, world.size), below=needed)
         is_ours = {name for name in wanted if name.startswith("actor/model/") or name.endswith("/config.json")}
         return {name: wanted[name].hash for name in is_ours}
 

@@ -264,6 +264,17 @@ def test_a_flipped_bit_is_found_and_nothing_is_written(own_step, tmp_path):
     merged(own_step / "critic", tmp_path / "critic")  # another model's damage is not its own
 
 
+def test_weights_and_manifest_are_enough_and_still_verified(own_step, tmp_path):
+    copy = tmp_path / "copy" / own_step.name
+    for name in ("actor/model", "actor/huggingface"):
+        shutil.copytree(own_step / name, copy / name)
+    shutil.copy(own_step / "MANIFEST.json", copy)
+    assert {path.name for path in own_step.iterdir()} - {path.name for path in copy.iterdir()}  # what is left out
+    merged(copy / "actor", tmp_path / "model")
+    (copy / "actor" / "huggingface" / "tokenizer.json").unlink()
+    refusal(DamagedCheckpoint, copy / "actor", tmp_path / "again", skip_verify=False)
+
+
 @pytest.mark.parametrize("fault", ["truncated", "missing", "no manifest", "extra tensor", "lost tensor", "wrong shape"])
 def test_a_damaged_checkpoint_is_refused(own_step, fault, tmp_path):
     actor, skip = own_step / "actor", fault not in ("truncated", "missing", "no manifest")
