@@ -148,9 +148,9 @@ def discard(staging: Path) -> None:
 def hash_file(path: Path, *, sync: bool = False) -> FileEntry:
     """The file's size and hash, read as a stream, without Python's lock. `sync`: first bring it to the disk.
 
-    SHA-256: 1.4 to 1.8 GB/s on a core with SHA extensions, half of CRC-32; but `sha256sum` checks it without us, and a
-    file replaced by another one is found as surely as a flipped bit. Executed by the rank that wrote the file: on a
-    shared file system no other rank's fsync reaches its data.
+    SHA-256 is slower than a CRC, but `sha256sum` checks it without us, and a file replaced by another one is found as
+    surely as a flipped bit. Executed by the rank that wrote the file: on a shared file system no other rank's fsync
+    reaches its data.
     """
     with open(path, "rb") as file:
         if sync:

@@ -2,7 +2,7 @@
 
 The layout is that of torch.distributed.checkpoint's safetensors storage: a file holds the rank's pieces of sharded
 tensors, and its metadata says where each piece begins. torch's reader loads and reshards it; there is no pickle
-anywhere. The files are written here, not by torch's writer, which holds a rank's pieces twice in host memory and
+anywhere. The files are written here, not by torch's writer, which copies a rank's pieces in host memory first and
 exchanges pickled plans: this one streams, holds no collective, and so may run in a thread.
 """
 
