@@ -264,19 +264,15 @@ class Run:
 
 
 def _on_rank_0(world: World, action: Callable[[], Any]) -> Any:
-    """Rank 0's result of the action, on all ranks; its UserError or OSError (as UserError) is raised by all."""
-    result, problem = None, None
-    if world.rank == 0:
+    """`World.on_rank_0`, with an OSError as UserError."""
+
+    def act() -> Any:
         try:
-            result = action()
-        except UserError as error:
-            problem = str(error)
+            return action()
         except OSError as error:
-            problem = cannot_write(error)
-    result, problem = world.gather((result, problem))[0]
-    if problem is not None:
-        raise UserError(problem)
-    return result
+            raise UserError(cannot_write(error)) from None
+
+    return world.on_rank_0(act)
 
 
 # ---- The folder ----
