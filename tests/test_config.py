@@ -395,13 +395,16 @@ def test_every_option_named_for_verl_users_exists() -> None:
 
 
 def test_the_migration_pages_example_is_complete_and_parses() -> None:
+    from merge import MergeConfig
     from train_grpo import GRPOConfig
 
     page = (ROOT / "docs" / "from_verl.md").read_text().replace("\\\n", "")
-    verl, ours = re.findall(r"```\n(.*?)```", page, re.DOTALL)
+    verl, ours, merging = re.findall(r"```\n(.*?)```", page, re.DOTALL)
     keys = [word.partition("=")[0] for word in shlex.split(verl) if "=" in word]
     assert len(keys) > 25 and set(keys) <= set(VERL_KEYS)
     words = shlex.split(ours.replace("$HOME", "/home"))
     parse_args(GRPOConfig(), words[words.index("train_grpo.py") + 1 :])
     needed = {VERL_KEYS[key][0] for key in keys} - {""}
     assert needed - set(words) <= {"--advantage", "--entropy-coef", "--fsdp.param-offload"}, "defaults may be left out"
+    merge = next(line for line in merging.splitlines() if line.startswith("python merge.py "))
+    parse_args(MergeConfig(), shlex.split(merge)[2:])
