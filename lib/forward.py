@@ -85,7 +85,7 @@ def forward_critic(critic: Critic, micro_batch: Batch) -> Tensor:
     """
     packed = pack(micro_batch, next(critic.parameters()).device)
     values = critic(packed.input_ids, packed.position_ids, packed.cu_seq_lens, packed.max_len, packed.positions)
-    return _unpack(values, packed, micro_batch)
+    return _unpack(values.squeeze(-1), packed, micro_batch)  # outside the critic: FSDP warns of results that are views
 
 
 def compute_log_probs(

@@ -87,13 +87,13 @@ class Critic(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor
     ) -> Tensor:
-        """Value of the state at each position, which has seen the tokens up to there: (M,) float32.
+        """Value of the state at each position, which has seen the tokens up to there: (M, 1) float32.
 
         input_ids and position_ids (1, N) packed; positions (M,).
         """
         hidden = _hidden_states(self.model, input_ids, position_ids, cu_seq_lens, max_len, positions)  # (M, H)
         # Values are targets of a regression: whatever the layers compute in, the head computes in float32.
-        return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)  # (M,)
+        return self.score(hidden.to(self.score.weight.dtype))  # (M, 1)
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -66,7 +66,8 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, rows: int, statistic: Statistic
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs, log_sums, entropy = torch.empty(3, len(hidden), dtype=dtype, device=hidden.device)  # (N,) each
+        # (N,) each; not three rows of one tensor, since FSDP warns of results that are views
+        log_probs, log_sums, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
         logits = hidden[:0] @ weight.T  # (rows, V)
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)

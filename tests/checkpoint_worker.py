@@ -20,7 +20,7 @@ from lib.checkpoint import Checkpointer, Progress, Trained
 from lib.config import parse_args, reporting_errors, to_json
 from lib.data import Prompts, PromptStream
 from lib.dist import init_distributed, shutdown_distributed
-from lib.fsdp import iter_full_tensors, load_policy
+from lib.fsdp import iter_full_tensors, load_policy, offload, onload
 from lib.kl import KLController, KLRewardConfig
 from lib.model_files import check_model_files
 from lib.optim import OptimConfig, build_optimizer, optimizer_step, set_lr_
@@ -86,7 +86,7 @@ def train(cfg, world, *, full=None, validate=lambda step: {}):
     with Run(cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=cfg.num_steps, overwrite=cfg.overwrite,
              last_row=resume.last_row, resumable=resume.path is not None) as run:  # fmt: skip
         policy = load_policy(cfg.model, str(files.folder), cfg.fsdp, world)
-        optimizer = build_optimizer(policy, cfg.optim)
+        optimizer = build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload)
         resume.load_("actor", policy, optimizer, world)
         run.say(resume.in_words(cfg, cfg.num_steps))
         collector = Collector(
@@ -113,9 +113,11 @@ def train(cfg, world, *, full=None, validate=lambda step: {}):
                 old_log_probs=batch.rollout_log_probs * 4 - 3, ref_log_probs=batch.rollout_log_probs * 4 - 2,
             )  # fmt: skip
             set_lr_(optimizer, cfg.optim, step=step, num_steps=cfg.num_steps)
+            onload(cfg.fsdp, policy, world)
             for mini_batch in iter_mini_batches(batch, world, update_epochs=1):
                 backward(policy, mini_batch, world, 60)
                 found["losses"][step], _ = optimizer_step(policy, optimizer, clip_grad=0.5)
+            offload(cfg.fsdp, policy)
             gate.set()
             found["uids"][step] = sorted({group[0].sample.uid for of_rank in world.gather(groups) for group in of_rank})
             progress.constant_groups.append(1 / (3 + step))
@@ -134,6 +136,7 @@ def train(cfg, world, *, full=None, validate=lambda step: {}):
                 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         checkpointer.finish()
         run.finish()
+        onload(cfg.fsdp, policy, world)
         found["state"] = progress.state()
         found["weights"] = {name: full.clone() for name, full in iter_full_tensors(policy, torch.float32)}
     return found
