@@ -10,22 +10,29 @@ from tests.ranks import ROOT
 
 ACCURACY = "val-core/arithmetic/acc/mean@1"
 SHUFFLED = '''
-"""Rewards as often right as the real ones, but of other responses: each response gets an earlier one's score."""
+"""Rewards as often right as the real ones, but of other responses: each gets a score of a block of 256 before it.
+
+From whole blocks, since responses are scored in the order in which their groups end: the latest scores say how long
+the present ones took.
+"""
 
 import random
 
 from lib.rewards.arithmetic import compute_score as real
 
-past = [0.0, 1.0]
+block = []
+before = [0.0, 1.0]
 rng = random.Random(0)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     result = real(data_source, solution_str, ground_truth, extra_info)
     if extra_info["split"] == "train":
-        past.append(result["score"])
-        place = rng.randrange(max(0, len(past) - 200), len(past) - 1)
-        result["score"] = past[place]
+        block.append(result["score"])
+        result["score"] = rng.choice(before)
+        if len(block) == 256:
+            before[:] = block
+            block.clear()
     return result
 '''
 

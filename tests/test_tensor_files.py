@@ -16,6 +16,7 @@ from lib.tensor_files import load_model_, load_optimizer_, model_tensors, optimi
 from tests.ranks import torchrun
 from tests.tiny import make_model
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp's, of no_dist as we ask for it
 LAUNCHES = [
     (1, "save:1"),
     (2, "save:2", "load:2", "plain_load:1"),
