@@ -189,7 +189,7 @@ def train(cfg: GRPOConfig) -> None:
                 if has_pass:
                     with metrics.time("old_log_prob"):
                         batch = with_old_log_probs(
-                            policy, batch, with_sum_pi_squared=cfg.advantage.needs_sum_pi_squared, **passes
+                            policy, batch, with_logit_grad_squared=cfg.advantage.needs_logit_grad_squared, **passes
                         )
                         mismatch_metrics(batch.old_log_probs, batch, mismatch)
                     differences = mismatch.reduce()

@@ -31,8 +31,8 @@ class Advantage(ABC):
     """Whether a response is compared with others of its prompt, so that --rollout.n must be at least 2."""
     needs_greedy: ClassVar[bool] = False
     """Whether batch.greedy_scores must be there: a greedy response to every prompt."""
-    needs_sum_pi_squared: ClassVar[bool] = False
-    """Whether batch.sum_pi_squared and batch.old_log_probs must be there, whatever the number of updates."""
+    needs_logit_grad_squared: ClassVar[bool] = False
+    """Whether batch.logit_grad_squared must be there, of the pass for old log-probs, whatever the number of updates."""
     needs_critic: ClassVar[bool] = False
     """Whether batch.values must be there."""
 
@@ -237,27 +237,26 @@ class OptimalTokenBaselineAdvantage(Advantage):
     "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL" (Li et al.), in the form of verl's
     estimator of that name. The baseline at a position weighs the group's rewards to come by W: the sum, up to there,
     of 1 - 2 pi + sum(pi^2), the squared norm of the gradient of log pi in the logits, times the square of the
-    importance weight if there is one. Positions count the tokens that the policy chose, as verl's variant for tools
-    does. A response alone at a position, the longest one's end, has nothing to be compared with there: baseline 0; one
-    that is all of its group gets 0, as under every other group advantage. Where all rewards to come are equal the
-    advantage is exactly 0, also where W vanishes.
+    importance weight if there is one; pi is the policy before the update, also where an older one sampled the token.
+    Positions count the tokens that the policy chose, as verl's variant for tools does. A response alone at a position,
+    the longest one's end, has nothing to be compared with there: baseline 0; one that is all of its group gets 0, as
+    under every other group advantage. Where all rewards to come are equal the advantage is exactly 0, also where W
+    vanishes.
     """
 
     needs_group: ClassVar[bool] = True
-    needs_sum_pi_squared: ClassVar[bool] = True
+    needs_logit_grad_squared: ClassVar[bool] = True
 
     def __call__(self, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
         """Advantages, and rewards to come as returns: (B, T) float32, 0 outside response_mask.
 
         Executed by all ranks together. All ranks hold two numbers per token of the step meanwhile.
         """
-        assert batch.sum_pi_squared is not None, "sums of squared probabilities are computed before the advantages"
-        assert batch.old_log_probs is not None, "old log-probs are computed before the advantages"
+        assert batch.logit_grad_squared is not None, "norms of gradients are computed before the advantages"
         mask = batch.response_mask
-        probs = torch.where(mask, batch.old_log_probs, 0).double().exp()  # (B, T)
-        norms = (1 - 2 * probs + torch.where(mask, batch.sum_pi_squared, 0)).clamp(min=0)  # rounding may make it < 0
+        norms = batch.logit_grad_squared.double()  # (B, T)
         if batch.is_weights is not None:
-            norms = norms * torch.where(mask, batch.is_weights, 0).double().square()
+            norms = norms * batch.is_weights.double().square()
         weights = torch.where(mask, norms, 0).cumsum(-1)  # (B, T)
         returns = _rewards_to_go(token_rewards(batch).double())  # (B, T)
 

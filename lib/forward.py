@@ -104,19 +104,20 @@ def compute_log_probs(
 
 def with_old_log_probs(
     policy: CausalPolicy, batch: Batch, *, max_tokens_per_gpu: int, temperature: float, world: World,
-    with_sum_pi_squared: bool = False,
+    with_logit_grad_squared: bool = False,
 ) -> Batch:  # fmt: skip
-    """The batch with old_log_probs and, if asked for, sum_pi_squared, under the policy as it is before the update.
+    """The batch with old_log_probs and, if asked for, logit_grad_squared, under the policy as it is before the update.
 
-    Tokens that an older policy sampled keep that policy's log-probs, as the engine reported them.
+    Tokens that an older policy sampled keep that policy's log-probs, as the engine reported them; logit_grad_squared is
+    the present policy's for them too.
     """
     log_probs, squares = compute_log_probs(
         policy, batch, max_tokens_per_gpu=max_tokens_per_gpu, temperature=temperature, world=world,
-        statistic="sum_pi_squared" if with_sum_pi_squared else "none",
+        statistic="logit_grad_squared" if with_logit_grad_squared else "none",
     )  # fmt: skip
     if batch.rollout_log_probs is not None:
         log_probs = torch.where(batch.stale & batch.response_mask, batch.rollout_log_probs, log_probs)
-    return batch.with_(old_log_probs=log_probs, sum_pi_squared=squares if with_sum_pi_squared else None)
+    return batch.with_(old_log_probs=log_probs, logit_grad_squared=squares if with_logit_grad_squared else None)
 
 
 def compute_values(critic: Critic, batch: Batch, *, max_tokens_per_gpu: int, world: World) -> Tensor:

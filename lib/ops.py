@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 CHUNK_BYTES = {"cuda": 5 * 2**30, "cpu": 2**29}  # logits of one chunk: the head's peak memory whatever the batch
 MIN_TEMPERATURE = 1e-8
 
-Statistic = Literal["entropy", "sum_pi_squared", "none"]
+Statistic = Literal["entropy", "logit_grad_squared", "none"]
 """What the head gives of each distribution beside the label's log-prob."""
 
 
@@ -46,8 +46,8 @@ def linear_log_probs(
     weight. The matrix products run in the dtype of the inputs; the softmax and the sum of the weight's gradient over
     chunks in float32 (float64 for float64 inputs). `chunk_size` rows of logits exist at a time (default: CHUNK_BYTES
     of them). A single chunk is kept for the backward pass; several are computed once more there. Entropy costs
-    nothing backward as long as no gradient reaches it. Instead of it the second result may be the sum of the squared
-    probabilities or, for `statistic` "none", zeros; neither has a gradient.
+    nothing backward as long as no gradient reaches it. Instead of it the second result may be the squared norm of
+    d log p[label] / dz or, for `statistic` "none", zeros; neither has a gradient.
 
     With z = hidden @ weight.T / temperature, log p = z - logsumexp(z) and H = -sum(p log p):
         d log p[label] / dz = onehot(label) - p        dH / dz = -p (log p + H)
@@ -122,8 +122,9 @@ def _row_statistics(
     if statistic == "none":
         return log_prob, log_sum, torch.zeros_like(log_sum)
     log_probs = scaled - log_sum[:, None]
-    if statistic == "sum_pi_squared":
-        return log_prob, log_sum, (2 * log_probs).exp().sum(-1)
+    if statistic == "logit_grad_squared":  # by the other tokens' probabilities: 1 - p would lose its digits near p = 1
+        others = torch.where(_is_label(logits, labels), 0, log_probs.exp())  # (rows, V)
+        return log_prob, log_sum, others.sum(-1).square() + others.square().sum(-1)
     return log_prob, log_sum, -(log_probs.exp() * log_probs).sum(-1)
 
 
@@ -138,12 +139,15 @@ def _slope_(
     """Writes d loss / d logits over the logits (rows, V). `of_entropy` holds the entropy's gradient and the entropy."""
     log_probs = logits.to(log_sums.dtype) * inverse_temperature - log_sums[:, None]  # (rows, V)
     probs = log_probs.exp()
-    chosen = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]  # (rows, V)
-    slope = torch.where(chosen, 1 - probs, -probs) * grad_log_probs[:, None]
+    slope = torch.where(_is_label(logits, labels), 1 - probs, -probs) * grad_log_probs[:, None]
     if of_entropy is not None:
         grad, entropy = of_entropy
         slope = slope - probs * (log_probs + entropy[:, None]) * grad[:, None]
     logits.copy_(slope * inverse_temperature)
+
+
+def _is_label(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.arange(logits.shape[1], device=logits.device) == labels[:, None]  # (rows, V)
 
 
 @cache

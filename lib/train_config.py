@@ -125,10 +125,10 @@ class TrainConfig:
                 f"--rollout.max-response-len {self.rollout.max_response_len}, expected at least as much; lower the "
                 "buffer"
             )
-        if self.correction.bypass and self.advantage.needs_sum_pi_squared:
+        if self.correction.bypass and self.advantage.needs_logit_grad_squared:
             raise UserError(
                 "--correction.bypass leaves out the pass that the advantage reads; --advantage; found "
-                f"{type(self.advantage).__name__}, expected one that needs no sums of squared probabilities; choose "
+                f"{type(self.advantage).__name__}, expected one that needs no norms of gradients; choose "
                 "another correction or advantage"
             )
         said = self.correction != AutoCorrection()
@@ -203,7 +203,7 @@ class TrainConfig:
         return (
             self.policy_loss.needs_old_log_probs
             or self.correction.needs_old_log_probs
-            or self.advantage.needs_sum_pi_squared
+            or self.advantage.needs_logit_grad_squared
             or self.kl_reward.coef > 0
         )
 

@@ -80,7 +80,7 @@ class Batch:
     rollout_log_probs: Tensor | None = None  # (B, T) float32
     old_log_probs: Tensor | None = None  # (B, T) float32, the trainer's, before the update; None: equal to the current
     ref_log_probs: Tensor | None = None  # (B, T) float32
-    sum_pi_squared: Tensor | None = None  # (B, T) float32, sum over the vocabulary of the old policy's probability^2
+    logit_grad_squared: Tensor | None = None  # (B, T) float32, |d log p / d logits|^2 of the policy before the update
     values: Tensor | None = None  # (B, T) float32, the critic's, of the state before each token
     is_weights: Tensor | None = None  # (B, T) float32, importance weights of the rollout correction; None: all 1
     selected: Tensor | None = None  # (B, T) bool, the tokens that a loss chose over the whole mini-batch

@@ -71,8 +71,8 @@ def random_step(seed, groups=5, steps=6, *, with_kl=True):
     noise = torch.randn(rows, steps, generator=draw)
     batch = make_batch(
         torch.where(valid, scores, 0), uids, valid, mask, indices=indices,
-        greedy_scores=torch.randint(0, 3, (rows,), generator=draw) / 2.0, values=noise, old_log_probs=probs.log(),
-        sum_pi_squared=probs**2 + (1 - probs) ** 2 * torch.rand(rows, steps, generator=draw),
+        greedy_scores=torch.randint(0, 3, (rows,), generator=draw) / 2.0, values=noise,
+        logit_grad_squared=(1 - probs) ** 2 * (1 + torch.rand(rows, steps, generator=draw)),
     )  # fmt: skip
     if with_kl:
         kl = torch.where(mask, 0.1 * torch.randn(rows, steps, generator=draw), 0)
@@ -91,7 +91,7 @@ def as_rows(batch):
     for i in range(len(batch)):
         row = {"uid": int(batch.uids[i]), "valid": bool(batch.valid[i]), "score": float(batch.scores[i])}
         row["t"] = [t for t, chosen in enumerate(batch.response_mask[i].tolist()) if chosen]
-        for name in ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared", "is_weights"):
+        for name in ("token_level_rewards", "values", "logit_grad_squared", "is_weights"):
             tensor = getattr(batch, name)
             row[name] = None if tensor is None else [float(tensor[i, t]) for t in row["t"]]
         row["greedy"] = None if batch.greedy_scores is None else float(batch.greedy_scores[i])
@@ -157,9 +157,8 @@ def slow_token_baseline(row, rows):
         for other in there:
             weight = 0.0
             for j in range(k + 1):
-                pi = math.exp(other["old_log_probs"][j])
                 scale = 1.0 if other["is_weights"] is None else other["is_weights"][j]
-                weight += max(0.0, 1 - 2 * pi + other["sum_pi_squared"][j]) * scale**2
+                weight += other["logit_grad_squared"][j] * scale**2
             pairs.append((slow_returns(other, 1.0)[k], weight))
         baseline = sum(g * w for g, w in pairs) / (sum(w for _, w in pairs) + 1e-8) if len(there) > 1 else 0.0
         advantages.append(to_come - baseline if len(group) > 1 else 0.0)
@@ -213,7 +212,7 @@ def test_every_advantage_is_its_slow_loop_over_random_steps(name, with_kl):
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_what_stands_outside_the_mask_changes_nothing_and_inputs_are_left_alone(name, poison):
     batch = random_step(3)
-    fields = ("token_level_rewards", "values", "old_log_probs", "sum_pi_squared")
+    fields = ("token_level_rewards", "values", "logit_grad_squared")
     poisoned = batch.with_(**{k: torch.where(batch.response_mask, getattr(batch, k), poison) for k in fields})
     before = {k: None if v is None else v.clone() for k, v in vars(poisoned).items()}
     for clean, dirty in zip(VARIANTS[name](batch, SINGLE), VARIANTS[name](poisoned, SINGLE), strict=True):
@@ -308,11 +307,9 @@ def test_known_answers_of_returns_around_a_hole():
 
 
 def test_known_answers_of_the_optimal_token_baseline():
-    batch = batch_of(
-        [1, 0], [0, 0], None, [2, 1], old_log_probs=torch.tensor([[0.5, 0.5], [0.25, 1.0]]).log(),
-        sum_pi_squared=torch.tensor([[0.5, 0.5], [0.625, 1.0]]),
-    )  # fmt: skip
-    # W at the first token: 1 - 1 + 0.5 = 0.5 and 1 - 0.5 + 0.625 = 1.125; the baseline is 0.5 / 1.625
+    # Probabilities (0.5, 0.5) with the first one sampled, (0.25, 0.75) as well: 2 x 0.5^2 = 0.5, 2 x 0.75^2 = 1.125
+    batch = batch_of([1, 0], [0, 0], None, [2, 1], logit_grad_squared=torch.tensor([[0.5, 0.5], [1.125, 0.0]]))
+    # W at the first token is 0.5 and 1.125; the baseline is 0.5 / 1.625
     expected = [[1 - 0.5 / 1.625, 1], [-0.5 / 1.625, 0]]  # at the second token the first response is alone
     assert VARIANTS["optimal_token_baseline"](batch, SINGLE)[0].tolist() == [pytest.approx(row) for row in expected]
     weighted = batch.with_(is_weights=torch.tensor([[2.0, 7.0], [1.0, 1.0]]))  # 2 squared: W is 2 and 1.125
@@ -328,9 +325,8 @@ def test_importance_weights_enter_the_optimal_token_baseline_squared(seed):
     assert_equals(VARIANTS["optimal_token_baseline"](batch, SINGLE)[0], batch, slow("optimal_token_baseline", batch)[0])
 
 
-def test_a_certain_policy_whose_squared_norms_round_below_zero_keeps_its_baseline_finite():
-    below = torch.tensor([[1 - 6e-8]] * 2)  # the float32 next to 1, so 1 - 2 + this is below 0
-    batch = batch_of([1, 0], [0, 0], old_log_probs=torch.zeros(2, 1), sum_pi_squared=below)
+def test_a_certain_policy_keeps_its_baseline_finite():
+    batch = batch_of([1, 0], [0, 0], logit_grad_squared=torch.zeros(2, 1))
     assert VARIANTS["optimal_token_baseline"](batch, SINGLE)[0].flatten().tolist() == [1, 0]
 
 
@@ -355,9 +351,7 @@ def test_seven_tenths_get_exactly_zero_though_their_float64_deviations_do_not():
 
 
 def test_a_constant_group_under_the_optimal_token_baseline_gets_zero_where_two_can_be_compared():
-    batch = batch_of(
-        [0.1] * 3, [0] * 3, None, [1, 2, 3], old_log_probs=torch.full((3, 3), -1e-5), sum_pi_squared=torch.ones(3, 3)
-    )
+    batch = batch_of([0.1] * 3, [0] * 3, None, [1, 2, 3], logit_grad_squared=torch.full((3, 3), 1e-10))
     result = VARIANTS["optimal_token_baseline"](batch, SINGLE)[0]
     assert result.tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, pytest.approx(0.1)]]
 
@@ -436,20 +430,20 @@ def test_scores_far_from_zero_keep_their_differences():
 
 def test_the_table_has_every_name_and_says_what_each_needs():
     needs = {
-        name: {flag for flag in ("group", "greedy", "sum_pi_squared", "critic") if getattr(kind, f"needs_{flag}")}
+        name: {flag for flag in ("group", "greedy", "logit_grad_squared", "critic") if getattr(kind, f"needs_{flag}")}
         for name, kind in ADVANTAGES.items()
     }
     assert needs == {
         "grpo": {"group"}, "dr_grpo": {"group"}, "grpo_passk": {"group"}, "rloo": {"group"}, "opo": {"group"},
         "gpg": {"group"}, "reinforce_plus_plus": set(), "reinforce_plus_plus_baseline": {"group"},
-        "remax": {"greedy"}, "gae": {"critic"}, "optimal_token_baseline": {"group", "sum_pi_squared"},
+        "remax": {"greedy"}, "gae": {"critic"}, "optimal_token_baseline": {"group", "logit_grad_squared"},
     }  # fmt: skip
     assert GroupAdvantage().norm_by_std and not DrGRPOAdvantage().norm_by_std
 
 
 @pytest.mark.parametrize(
     ("name", "missing"),
-    [("remax", "greedy_scores"), ("gae", "values"), ("optimal_token_baseline", "sum_pi_squared")],
+    [("remax", "greedy_scores"), ("gae", "values"), ("optimal_token_baseline", "logit_grad_squared")],
 )
 def test_what_an_advantage_needs_and_lacks_is_our_bug(name, missing):
     with pytest.raises(AssertionError, match="before the advantages"):

@@ -1,14 +1,17 @@
 """The packed forward pass against Hugging Face's own, one unpacked sequence at a time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lib.advantages import OptimalTokenBaselineAdvantage
 from lib.batching import make_batch
 from lib.dist import SINGLE
-from lib.forward import compute_log_probs, forward_policy, pack
+from lib.forward import compute_log_probs, forward_policy, pack, with_old_log_probs
 from lib.model import build_policy, load_weights_
-from tests.tiny import make_model, make_rollouts
+from tests.tiny import VOCAB_SIZE, make_model, make_rollouts
 
 
 def load_unsharded(path, dtype=torch.float32):
@@ -94,3 +97,25 @@ def test_log_probs_do_not_depend_on_the_token_budget(tmp_path, budget):
     split = compute_log_probs(policy, batch, max_tokens_per_gpu=budget, temperature=1.0, world=SINGLE)[0]
     torch.testing.assert_close(split, whole.detach(), atol=5e-6, rtol=0)  # eager attention takes its softmax in float32
     assert (split[~batch.response_mask] == 0).all()
+
+
+def test_tokens_of_an_older_policy_keep_its_log_probs_but_have_gradients_of_the_present_one(tmp_path):
+    policy, rollouts = load_unsharded(make_model(tmp_path)), make_rollouts()
+    older = [replace(rollout, num_stale=len(rollout.response_ids) // 2 + 1) for rollout in rollouts]
+    fresh, stale = (
+        with_old_log_probs(
+            policy, make_batch(of, SINGLE, mini_batch_size=12), max_tokens_per_gpu=1000, temperature=1.0, world=SINGLE,
+            with_logit_grad_squared=True,
+        )
+        for of in (rollouts, older)
+    )  # fmt: skip
+    kept = stale.stale & stale.response_mask
+    assert kept.any() and not kept[stale.response_mask].all()
+    assert torch.equal(stale.old_log_probs, torch.where(kept, stale.rollout_log_probs, fresh.old_log_probs))
+    assert torch.equal(stale.logit_grad_squared, fresh.logit_grad_squared)
+    others = -torch.expm1(fresh.old_log_probs)  # between all of the others alike and one alone
+    low, high = others.square() * (1 + 1 / (VOCAB_SIZE - 1)), others.square() * 2
+    inside = (low * 0.999 <= fresh.logit_grad_squared) & (fresh.logit_grad_squared <= high * 1.001)
+    assert inside[fresh.response_mask].all()
+    for ours, expected in zip(*(OptimalTokenBaselineAdvantage()(of, SINGLE) for of in (stale, fresh)), strict=True):
+        assert torch.equal(ours, expected)

@@ -162,12 +162,28 @@ def test_the_full_logits_matrix_is_never_built():
     assert largest == 16 * 2000
 
 
-def test_sum_of_squared_probabilities_equals_the_plain_softmax_for_any_chunk():
+def logit_grad_squared(logits, labels):
+    """|d log p[label] / d logits|^2 of each row, by autograd in float64."""
+    logits = logits.detach().double().requires_grad_()
+    (grad,) = torch.autograd.grad(logits.log_softmax(-1).gather(1, labels[:, None]).sum(), (logits,))
+    return grad.square().sum(-1)
+
+
+def test_the_squared_gradient_in_the_logits_is_autograds_for_any_chunk():
     hidden, weight, labels = inputs(9)
-    expected = (hidden @ weight.T / 0.5).softmax(-1).square().sum(-1)
+    expected = logit_grad_squared(hidden @ weight.T / 0.5, labels)
     for chunk_size in (None, 4):
         log_probs, squares = linear_log_probs(
-            hidden, weight, labels, temperature=0.5, chunk_size=chunk_size, statistic="sum_pi_squared"
+            hidden, weight, labels, temperature=0.5, chunk_size=chunk_size, statistic="logit_grad_squared"
         )
         assert not squares.requires_grad and log_probs.requires_grad
-        torch.testing.assert_close(squares, expected)
+        torch.testing.assert_close(squares.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_the_squared_gradient_keeps_its_digits_where_the_label_is_nearly_certain():
+    hidden = torch.linspace(0, 20, 100)[:, None]  # 1 - p of the first label: from 0.75 down to 4e-9
+    weight = torch.tensor([[1.0], [0.0], [-0.5], [0.0]])
+    for label in (0, 1):
+        labels = torch.full((100,), label)
+        squares = linear_log_probs(hidden, weight, labels, temperature=1.0, statistic="logit_grad_squared")[1]
+        torch.testing.assert_close(squares.double(), logit_grad_squared(hidden @ weight.T, labels), rtol=1e-5, atol=0)
