@@ -1,4 +1,4 @@
-"""AdamW, its schedule, and one optimizer step: clip by the global norm, skip what is not finite."""
+"""AdamW, its schedule, and one optimizer step: clip by the global norm, skip what is not finite or exactly 0."""
 
 import math
 import weakref
@@ -178,13 +178,15 @@ def lr_factor(step: int, cfg: OptimConfig, num_steps: int) -> float:
 def optimizer_step(policy: nn.Module, optimizer: torch.optim.Optimizer, *, clip_grad: float) -> tuple[float, bool]:
     """The global gradient norm before clipping, and whether the step was taken. Executed by all ranks together.
 
-    The norm is over all ranks' shards, so all ranks see the same number and skip a non-finite one together.
+    The norm is over all ranks' shards, so all ranks see the same number and skip together: a gradient that is not
+    finite, and one of exactly 0. Nothing in the mini-batch asked for a change then (no token trains, all advantages are
+    0, or every token is clipped), and AdamW would move the weights all the same, by its momentum and the weight decay.
     """
     reshard(policy)
     parameters = [p for p in policy.parameters() if p.grad is not None]
     norm = torch.nn.utils.clip_grad_norm_(parameters, clip_grad)
     grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    taken = math.isfinite(grad_norm)
+    taken = 0 < grad_norm < math.inf  # False for NaN
     if taken:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)

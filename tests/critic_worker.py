@@ -88,6 +88,11 @@ def main(path, out, recompute=False):
         backward(critic, mini_batch, world, 60, Metrics(SINGLE))
         _, taken = optimizer_step(critic, optimizer, clip_grad=1.0)
         assert taken
+    before = {name: full.clone() for name, full in iter_full_tensors(critic, torch.float32)}
+    backward(critic, smaller.with_(response_mask=smaller.response_mask & False), world, 60, Metrics(SINGLE))
+    result["without a token"] = optimizer_step(critic, optimizer, clip_grad=1.0)
+    after = dict(iter_full_tensors(critic, torch.float32))
+    result["unmoved"] = all(torch.equal(before[name], after[name]) for name in before)
     result["weights"] = dict(iter_full_tensors(critic, torch.float32))
     result["dtypes"] = dtypes_of_the_head(path, world, batch)
     if world.rank == 0:

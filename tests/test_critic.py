@@ -267,6 +267,11 @@ def test_weights_after_steps_of_smaller_mini_batches_do_not_depend_on_ranks(resu
     assert error(results[1][layout]["weights"], results[1][1, False]["weights"]) < 1e-5
 
 
+def test_no_token_to_train_on_moves_no_weight_of_the_critic(results):
+    for found in results[1].values():
+        assert found["without a token"] == (0, False) and found["unmoved"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_head_computes_in_float32_where_the_decoder_computes_in_bfloat16(results, layout):
     assert results[1][layout]["dtypes"] == [torch.bfloat16, *[torch.float32] * 4]

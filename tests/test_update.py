@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lib.advantages import GroupAdvantage
 from lib.batching import make_batch
 from lib.dist import SINGLE
+from lib.optim import OptimConfig, build_optimizer, optimizer_step
 from tests.ranks import torchrun
 from tests.test_forward import reference_log_probs
 from tests.tiny import make_model, make_rollouts
@@ -83,7 +85,21 @@ def test_weights_after_optimizer_steps_are_invariant_to_ranks(results, layout):
         assert ours[0] == pytest.approx(single[0], rel=1e-5, nan_ok=True)
 
 
-def test_a_step_with_a_nan_on_one_rank_is_skipped_by_all(results):
+@pytest.mark.parametrize(("gradient", "taken"), [(1e-15, True), (0.0, False), (math.inf, False), (math.nan, False)])
+def test_a_step_is_taken_for_a_finite_gradient_other_than_zero(gradient, taken):
+    model = nn.Linear(2, 2)
+    optimizer = build_optimizer(model, OptimConfig(lr=0.1))
+    for step_gradient, expected in ((1.0, True), (gradient, taken)):  # momentum first
+        before = model.weight.detach().clone()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, step_gradient)
+        assert optimizer_step(model, optimizer, clip_grad=1.0)[1] == expected
+        assert torch.equal(model.weight, before) != expected and model.weight.grad is None
+
+
+def test_a_nan_on_one_rank_or_no_token_to_train_on_moves_no_weight_on_any_rank(results):
     for result in results[1].values():
-        assert [(taken, same) for _, taken, same in result["norms"]] == [(True, False), (False, True), (True, False)]
-        assert math.isnan(result["norms"][1][0])
+        first, broken, empty, last = result["norms"]
+        assert first[1:] == last[1:] == (True, False)
+        assert math.isnan(broken[0]) and empty[0] == 0
+        assert broken[1:] == empty[1:] == (False, True)  # in the second there is momentum already

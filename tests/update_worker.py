@@ -1,4 +1,4 @@
-"""Under torchrun: gradients of one mini-batch, and the weights after three optimizer steps, for several layouts.
+"""Under torchrun: gradients of one mini-batch, and the weights after four optimizer steps, for several layouts.
 
     torchrun --nproc_per_node=N -m tests.update_worker MODEL OUT
 
@@ -65,8 +65,9 @@ def main(path, out, checkpointing=False):
     optim = OptimConfig(lr=1e-2, clip_grad=0.5)
     optimizer = build_optimizer(policy, optim)
     result["norms"] = []
-    for step in range(3):
-        for mini_batch in iter_mini_batches(batch, world, update_epochs=1):
+    untrained = batch.with_(response_mask=torch.zeros_like(batch.response_mask))
+    for step in range(4):
+        for mini_batch in iter_mini_batches(untrained if step == 2 else batch, world, update_epochs=1):
             backward(policy, mini_batch, world, 60)
         if step == 1 and world.rank == world.size - 1:  # one rank's gradient breaks: all ranks skip the step
             next(policy.parameters()).grad.to_local()[0] = float("nan")
