@@ -33,7 +33,7 @@ class PolicyLoss(ABC):
     agg_mode: ClassVar[LossAggMode] = "token-mean"
     """How its numbers become one where --loss-agg-mode is not given."""
     has_ratio: ClassVar[bool] = True
-    """Whether the ratio of new to old probability is in the loss, so that it corrects for an older policy's tokens."""
+    """Whether the ratio of new to old probability is in the loss, in a form that suits an older policy's tokens."""
     needs_old_log_probs: ClassVar[bool] = False
     """Whether it reads old_log_probs even before the only optimizer step of a rollout."""
 
@@ -372,7 +372,9 @@ class DPPOKLLoss(DPPOLoss):
 class DROLoss(PolicyLoss):
     """-(A x log p - dro-beta / 2 x x^2): a quadratic penalty in place of a clip (DRO, arXiv:2405.19107), per token.
 
-    x is not clamped: the penalty goes on pulling back a token that is far away.
+    x is not clamped: the penalty goes on pulling back a token that is far away. Up to a constant it is the paper's
+    regression (A - dro-beta x x)^2 / (2 dro-beta), with the old policy in the reference's place. Its minimum in x does
+    not depend on who sampled, so tokens of an older policy need no weight, only that policy's log-probs as old ones.
     """
 
     dro_beta: float = 0.1

@@ -289,6 +289,16 @@ def test_gspo_has_the_gradient_of_its_sequence_form(seed):
     torch.testing.assert_close(gradient, expected)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_dro_is_a_regression_of_the_log_ratio_on_the_advantage_whoever_sampled(seed):
+    log_probs, batch = family_batch(seed)
+    mask, beta = batch.response_mask, 0.8
+    residual = batch.advantages - beta * (log_probs - batch.old_log_probs)
+    (expected,) = torch.autograd.grad((residual[mask].square() / (2 * beta)).sum(), log_probs)
+    (gradient,) = torch.autograd.grad(DROLoss(dro_beta=beta)(log_probs, batch)[0][mask].sum(), log_probs)
+    torch.testing.assert_close(gradient, expected)
+
+
 # ---- What all losses have in common ----
 
 

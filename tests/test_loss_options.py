@@ -34,6 +34,7 @@ def test_the_table_offers_verls_names_with_their_defaults():
     assert LOSSES["dppo_tv"]() == DPPOTVLoss(clip_low=0.15, clip_high=0.15, max_ratio=20.0)
     assert LOSSES["dppo_kl"]() == DPPOKLLoss(clip_low=0.05, clip_high=0.05, max_ratio=20.0)
     assert LOSSES["dro"]() == DROLoss(dro_beta=0.1)
+    assert {name for name, kind in LOSSES.items() if not kind.has_ratio} == {"gpg"}
 
 
 def test_the_aggregation_is_the_losss_own_unless_it_is_given():
