@@ -223,8 +223,9 @@ def train(cfg: PPOConfig) -> None:
                 )
                 # Before a single update the old policy is the current one: the ratio is exactly 1 without a pass.
                 mismatch, differences = Metrics(world), {}
-                needed = num_updates != 1 or collected.any_stale or cfg.needs_old_log_probs
-                has_pass = needed and not cfg.correction.bypass
+                needed = num_updates > 1 or collected.any_stale or cfg.needs_old_log_probs
+                # While the policy rests no update compares it with the engine: then a pass does, also with bypass.
+                has_pass = num_updates == 0 or (needed and not cfg.correction.bypass)
                 if has_pass:
                     with metrics.time("old_log_prob"):
                         batch = with_old_log_probs(

@@ -387,9 +387,10 @@ def test_with_bypass_the_engine_is_the_old_policy_and_the_current_one_corrects(n
     """Rejection is a weight of 0 there: it follows the current policy, so no group or denominator may depend on it."""
     cfg, batch = BYPASS[name], random_batch(4, noise=0.002 if "geo" in name else 0.5)
     current = batch.old_log_probs
-    stepped, metrics = correct(cfg, batch.with_(old_log_probs=None))
-    assert stepped.old_log_probs is batch.rollout_log_probs and stepped.is_weights is None
-    assert torch.equal(stepped.response_mask, batch.response_mask) and metrics.reduce() == {}
+    for old in (current, None):  # a pass that only compared, or none
+        stepped, metrics = correct(cfg, batch.with_(old_log_probs=old))
+        assert stepped.old_log_probs is batch.rollout_log_probs and stepped.is_weights is None
+        assert torch.equal(stepped.response_mask, batch.response_mask) and metrics.reduce() == {}
     weighed = cfg.weigh(current, stepped, Metrics(SINGLE))
     assert torch.equal(weighed.response_mask, batch.response_mask)
     if name == "bypass_ppo_clip":

@@ -51,6 +51,16 @@ def test_engine_and_trainer_are_compared_in_every_step_also_while_the_policy_res
         assert 0 < row["training/rollout_log_probs_diff/max"] < 1e-4
 
 
+def test_with_bypass_a_pass_compares_engine_and_trainer_only_while_the_policy_rests(folder):
+    done = ppo(folder, "bypass", "--correction", "bypass_ppo_clip", "--num-steps", "2", "--update-epochs", "2")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = [row for row in read_metrics(folder / "bypass") if row["step"] > 0]
+    assert ["timing_s/old_log_prob" in row for row in rows] == [True, False]
+    for row in rows:
+        assert row["training/rollout_probs_diff_valid"] == 1
+        assert 0 < row["training/rollout_log_probs_diff/max"] < 1e-4
+
+
 def test_a_rejection_of_every_response_does_not_hide_the_comparison(folder):
     done = ppo(folder, "rejected", "--correction.reject", '{"seq_max_k2": 1e-300}', "--num-steps", "2")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
