@@ -304,6 +304,7 @@ class Checkpointer:
         return hash_files(staging, [path.relative_to(staging).as_posix() for path in written], sync=True)
 
     def _stage(self, size: int) -> Path:
+        self.run.catch_up()
         check_space(self.run.dir, size + SLACK)
         return stage(self.run.dir, self._step, self.run.run_id)
 

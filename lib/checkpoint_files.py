@@ -10,7 +10,6 @@ the optimizer's files. One run writes into RUN at a time, one save after the oth
 several ranks, each hashes the files that it wrote (`hash_files`), and one calls `stage`, `publish`, `discard`, `prune`.
 """
 
-import errno
 import hashlib
 import json
 import math
@@ -26,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lib.errors import DamagedCheckpoint, LockstepError, NoSpace, UserError
+from lib.errors import FULL, DamagedCheckpoint, LockstepError, NoSpace, UserError
 
 MANIFEST = "MANIFEST.json"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -34,7 +33,6 @@ OPTIMIZER_FOLDERS = ("actor/optim", "critic/optim")
 FORMAT = 1
 STEP_FOLDER = re.compile(r"global_step_(0|[1-9][0-9]*)")
 TEMPORARY = re.compile(rf"\.(?:tmp|trash)-({STEP_FOLDER.pattern}|optim|{re.escape(MANIFEST)}|{re.escape(LATEST)})-.*")
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 USE_ANOTHER = "restore it from a copy, or use another checkpoint of the run"
 
 

@@ -1,5 +1,6 @@
-"""What people look at: lines and tables for the terminal, the learning curve, and the start-up times."""
+"""What people look at: lines and tables for the terminal, TensorBoard, the learning curve, and the start-up times."""
 
+import io
 import os
 import re
 import time
@@ -97,6 +98,19 @@ def plot_learning_curve(history: Sequence[Mapping[str, Any]], path: Path) -> Non
                 axes.legend(loc="best")
         figure.savefig(path, dpi=120)
         pyplot.close(figure)
+
+
+def tensorboard_record(**event: Any) -> bytes:
+    """An event, by the fields of its protocol buffer, as it is in TensorBoard's files. It can be appended like a line.
+
+    SummaryWriter writes in a thread of its own, which ends with the first write that fails.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    record = io.BytesIO()
+    RecordWriter(record).write(Event(wall_time=time.time(), **event).SerializeToString())
+    return record.getvalue()
 
 
 # ---- Start-up ----

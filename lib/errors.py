@@ -4,6 +4,11 @@ A message has four parts, separated by semicolons: what is wrong; where; found a
 that is not one of these classes is a bug of ours (exit code 1) and keeps its traceback.
 """
 
+import errno
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What an OSError says where there is no room: on the disk, in a quota, below a limit on file sizes."""
+
 
 class LockstepError(Exception):
     """A failure with a message for people: shown as one line, without a traceback unless --debug is given."""

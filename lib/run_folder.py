@@ -6,6 +6,7 @@ environment variables that look like secrets are blanked.
 
 import errno
 import fcntl
+import io
 import json
 import math
 import os
@@ -14,12 +15,14 @@ import secrets
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from lib.checkpoint_files import find_checkpoints
-from lib.errors import UserError
+from lib.errors import FULL, UserError
 
+METRICS = "metrics.jsonl"
 SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
 
 
@@ -131,17 +134,35 @@ def cut_after(run_dir: Path, last_row: int) -> None:
     kept = [row for row in _rows(run_dir) if row["step"] <= last_row]
     temporary = run_dir / ".metrics.jsonl"
     temporary.unlink(missing_ok=True)
-    append_lines(temporary, kept)
-    os.replace(temporary, run_dir / "metrics.jsonl")
+    append(temporary, to_lines(kept))
+    os.replace(temporary, run_dir / METRICS)
     for path in (run_dir / "samples").glob("step_*.jsonl"):
         if int(path.stem.removeprefix("step_")) > last_row:
             path.unlink()
 
 
-def open_log(path: Path) -> Any:
+class _LossyFile(io.FileIO):
+    """What a full disk has no room for is lost: no log is worth a run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            return len(data)
+
+
+def open_lossy(file: Path | int, mode: str, *, encoding: str, errors: str) -> TextIO:
+    """A file, or a descriptor, for lines: written at once, and lost where the disk is full."""
+    raw = io.BufferedWriter(_LossyFile(file, mode))
+    return io.TextIOWrapper(raw, encoding=encoding, errors=errors, line_buffering=True)
+
+
+def open_log(path: Path) -> TextIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # another node may not share rank 0's disk
-        return open(path, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        return open_lossy(path, "a", encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(cannot_write(error)) from None
 
@@ -154,20 +175,33 @@ def cannot_write(error: OSError) -> str:
     )
 
 
-def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(to_json(row) + "\n" for row in rows)
+def append(path: Path, data: bytes) -> None:
+    """Appends all of the data or, where that fails, nothing: what was written of it is cut off again."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with open(path, "ab") as file:
+            file.write(data)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, as floats again (NaN and infinities too), without a last line cut short by a crash."""
-    return [{name: value if name == "step" else float(value) for name, value in row.items()} for row in _rows(run_dir)]
+def to_lines(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(to_json(row) + "\n" for row in rows).encode(errors="backslashreplace")
 
 
-def _rows(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
+def read_metrics(run_dir: Path, *, unwritten: bytes = b"") -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, as floats again (NaN and infinities too), without a last line cut short by a crash;
+    then those of the lines that are still to be written."""
+    rows = _rows(run_dir, unwritten)
+    return [{name: value if name == "step" else float(value) for name, value in row.items()} for row in rows]
+
+
+def _rows(run_dir: Path, unwritten: bytes = b"") -> list[dict[str, Any]]:
+    path = run_dir / METRICS
+    data = path.read_bytes() if path.exists() else b""
+    return [json.loads(line) for part in (data, unwritten) for line in part.split(b"\n")[:-1]]
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

@@ -5,30 +5,33 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TextIO
 
 from lib.dist import World
+from lib.run_folder import open_lossy
 
 CLEAR_LINE = "\r\x1b[K"
 
 
 class Terminal:
-    """Lines and progress bars of rank 0. With a log, file descriptors 1 and 2 of this rank lead there meanwhile.
+    """Lines and progress bars of rank 0. With a log, what this rank prints leads there meanwhile: file descriptors 1
+    and 2, and Python's streams themselves, because a print to a full disk raises, and the log (`open_log`) does not.
 
-    Use it as a context manager, or call `restore`: the descriptors are given back.
+    Use it as a context manager, or call `restore`: descriptors and streams are given back.
     """
 
     def __init__(self, world: World, log: TextIO | None) -> None:
         self.world, self.log = world, log
-        self.console = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding, errors="replace")
+        self.console = open_lossy(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
         self._saved: tuple[int, int] | None = None
         if log is not None:
             _flush()
-            self._saved = os.dup(1), os.dup(2)
+            self._saved, self._streams = (os.dup(1), os.dup(2)), (sys.stdout, sys.stderr)
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
+            sys.stdout = sys.stderr = log
 
     def __enter__(self) -> "Terminal":
         return self
@@ -37,8 +40,10 @@ class Terminal:
         self.restore()
 
     def restore(self) -> None:
-        """Gives file descriptors 1 and 2 back to the terminal; `say` goes on working."""
+        """Gives file descriptors 1 and 2 and Python's streams back to the terminal; `say` goes on working."""
         if self._saved is not None:
+            self.log.flush()
+            sys.stdout, sys.stderr = self._streams
             _flush()
             for fd, saved in zip((1, 2), self._saved, strict=True):
                 os.dup2(saved, fd)
@@ -47,7 +52,8 @@ class Terminal:
 
     def write_error(self, text: str) -> None:
         """Writes to where file descriptor 2 led before, on whichever rank."""
-        os.write(2 if self._saved is None else self._saved[1], text.encode(errors="backslashreplace"))
+        with suppress(OSError):  # it is the error that matters, not that it cannot be written
+            os.write(2 if self._saved is None else self._saved[1], text.encode(errors="backslashreplace"))
 
     def say(self, text: str) -> None:
         """Prints a line, or several, on the terminal and in rank 0's log."""
@@ -83,6 +89,7 @@ class Terminal:
 
 def _flush() -> None:
     """Empties Python's and C's output buffers, so that nothing printed before a redirection comes out after it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # on a full disk
+            stream.flush()
     ctypes.CDLL(None).fflush(None)

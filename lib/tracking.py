@@ -5,12 +5,18 @@
 metrics.jsonl has one JSON object a line, `step` first (0 = before training). JSON has no NaN or infinity, so these are
 the strings "NaN", "Infinity" and "-Infinity", which `float` reads. Values of environment variables that look like
 secrets are blanked in everything this file writes; what libraries print goes to the logs as it is.
+
+A full disk does not end a run: metrics, samples and TensorBoard's events wait in memory, in order, until there is room;
+lines of the logs are lost.
 """
 
 import importlib.util
 import json
 import os
 import secrets
+import shutil
+import socket
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -23,14 +29,16 @@ from lib.console import (
     VALIDATION_NAME,
     plot_learning_curve,
     shorten,
+    tensorboard_record,
     training_line,
     validation_table,
     validation_values,
 )
 from lib.dist import World
-from lib.errors import LockstepError, Stopped, UserError, error_line
+from lib.errors import FULL, LockstepError, NoSpace, Stopped, UserError, error_line
 from lib.run_folder import (
-    append_lines,
+    METRICS,
+    append,
     cannot_write,
     check_folder,
     claim_folder,
@@ -44,6 +52,7 @@ from lib.run_folder import (
     redact,
     secret_values,
     to_json,
+    to_lines,
 )
 from lib.terminal import Terminal
 
@@ -77,7 +86,7 @@ class Run:
             run.log(step, metrics.reduce())
             run.finish()
 
-    Every method but `fail` and `restore` is executed by all ranks; rank 0 writes.
+    Every method but `catch_up`, `fail` and `restore` is executed by all ranks; rank 0 writes.
     """
 
     def __init__(
@@ -102,6 +111,8 @@ class Run:
         """
         self.world, self.cfg, self.num_steps, self.resumable = world, cfg, num_steps, resumable
         self.step, self.state = max(0, last_row or 0), "running"
+        self._waiting: list[tuple[int, Path, bytes]] = []  # (step, file, what is to be appended), while it is full
+        self._is_full = False
         goes_on = last_row is not None
         check_run(run_dir, cfg, world, overwrite=overwrite, goes_on=goes_on, needed_gib=needed_gib)
         self.dir: Path = self._on_rank_0(
@@ -113,7 +124,7 @@ class Run:
         """Of the run, however often it is continued."""
         self.log_file = self.dir / "logs" / f"rank_{world.rank}.log"
         self._log = world.agree(lambda: open_log(self.log_file))
-        self._tensorboard, self._wandb = None, None
+        self._wandb = None
         self.terminal = Terminal(world, self._log)
         try:
             self._on_rank_0(lambda: self._start(config, last_row))
@@ -151,7 +162,7 @@ class Run:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends the metrics of a step to metrics.jsonl, TensorBoard and wandb, and says the main ones.
 
-        Raises UserError on all ranks when rank 0 cannot write.
+        Raises UserError on all ranks when rank 0 cannot write, unless it is for want of space.
         """
         self.step = step
         self._on_rank_0(lambda: self._write_metrics(step, metrics))
@@ -161,14 +172,32 @@ class Run:
 
         Keys: uid, data_source, prompt, response, ground_truth, score, extras, finish_reason.
         """
-        self._on_rank_0(lambda: append_lines(self.dir / "samples" / f"step_{step}.jsonl", rows))
+        path = self.dir / "samples" / f"step_{step}.jsonl"
+        self._on_rank_0(lambda: self._write((step, path, to_lines(rows))))
         for row in rows[:show]:
             prompt, response = shorten(str(row["prompt"])), shorten(str(row["response"]))
             expected, score = shorten(str(row["ground_truth"]), 30), row["score"]
             self.say(f"  {prompt} -> {response}  (score {score}, expected {expected}, {row['finish_reason']})")
 
+    def catch_up(self) -> None:
+        """Raises NoSpace unless all that was logged is in the files: without it there may be no checkpoint, since the
+        run that goes on from there would never write it. Executed by rank 0."""
+        if self._is_full:
+            try:
+                self._write()
+            except OSError as error:
+                raise UserError(cannot_write(error)) from None
+        if self._is_full:
+            raise NoSpace(
+                f"no space for what was logged; {self.dir}; found it waiting in memory from step "
+                f"{self._first_waiting()} on, expected all of it in files; free some space or raise the quota"
+            )
+
     def finish(self) -> None:
-        """Draws learning_curve.png, says what came of the run, and writes the state "finished"."""
+        """Says what came of the run, draws learning_curve.png, and writes the state "finished".
+
+        Raises UserError on all ranks when rank 0 cannot write, also for want of space.
+        """
         self._on_rank_0(self._finish)
         self.state = "finished"
 
@@ -191,9 +220,16 @@ class Run:
                 line = " ".join(f"error[1] {type(error).__name__}: {error}".split()) + f"; on rank {self.world.rank}"
                 print(redact("".join(traceback.format_exception(error)), secret_values()), file=self._log)
             with suppress(OSError):  # a full disk must not hide the error that is being reported
+                self._append_waiting()
+            with suppress(OSError):
                 if json.loads((self.dir / "status.json").read_text(encoding="utf-8"))["state"] == "running":
                     self._write_status(error=line)  # once a rank has failed, others only lose their peer
                 self._close()
+            if self._waiting:
+                self.say(
+                    f"warning: no space for what was logged from step {self._first_waiting()} on, and it is lost; "
+                    f"{self.dir}; free some space: a run that goes on from a checkpoint here logs it again"
+                )
             if not isinstance(error, LockstepError | Stopped | KeyboardInterrupt):
                 text = f"{redact(line, secret_values())}; what the libraries said is in {self.log_file}\n"
                 self.terminal.write_error(text)
@@ -203,61 +239,102 @@ class Run:
         self._lock = lock_folder(self.dir)
 
     def _start(self, config: Mapping[str, Any], last_row: int | None) -> None:
-        self._write_status()  # before the import, which takes a moment: a folder without it is nobody's run
-
-        from torch.utils.tensorboard import SummaryWriter
-
-        (self.dir / "samples").mkdir(exist_ok=True)
+        self._write_status()  # first, since a folder without it is nobody's run
+        for name in ("samples", "tensorboard"):
+            (self.dir / name).mkdir(exist_ok=True)
         (self.dir / "config.json").write_text(to_json(config, indent=2) + "\n", encoding="utf-8")
         if last_row is not None:
             cut_after(self.dir, last_row)
-        purge = None if last_row is None else last_row + 1  # TensorBoard then hides the later steps of older files
-        self._tensorboard = SummaryWriter(str(self.dir / "tensorboard"), purge_step=purge)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # read in this order
+        self._tensorboard = self.dir / "tensorboard" / name
+        append(self._tensorboard, tensorboard_record(file_version="brain.Event:2"))
+        if last_row is not None:  # TensorBoard then hides the later steps of older files
+            append(self._tensorboard, tensorboard_record(step=last_row + 1, session_log={"status": "START"}))
         if self.cfg.wandb_project is not None:
             self._wandb = _start_wandb(self.cfg, self.dir, config, self.run_id)
 
     def _write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        row = {"step": step, **{name: float(value) for name, value in metrics.items()}}
-        append_lines(self.dir / "metrics.jsonl", [row])
-        for name, value in metrics.items():
-            self._tensorboard.add_scalar(name, value, step)
-        self._tensorboard.flush()
+        values = {name: float(value) for name, value in metrics.items()}
+        row = {"step": step, **values}
+        scalars = [{"tag": name, "simple_value": value} for name, value in values.items()]
+        self._write(
+            (step, self.dir / METRICS, to_lines([row])),
+            (step, self._tensorboard, tensorboard_record(step=step, summary={"value": scalars})),
+        )
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=step)
-        self._write_status()
         if "critic/score/mean" in metrics:
             self.say(training_line(row, self.num_steps))
         if any(VALIDATION_NAME.fullmatch(name) for name in metrics):
-            self.say(validation_table(read_metrics(self.dir)))
+            self.say(validation_table(self._history()))
+
+    def _write(self, *entries: tuple[int, Path, bytes]) -> None:
+        """Appends to files and renews status.json. While the disk is full, entries wait in memory behind those that do
+        already, and are tried again with the next ones. Executed by rank 0."""
+        self._waiting += entries
+        try:
+            self._append_waiting()
+            self._write_status()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if not self._is_full:
+                self.say(
+                    f"warning: no space for what is logged from step {self._first_waiting()} on, and training goes on; "
+                    f"{self.dir}; found {error.strerror}, {shutil.disk_usage(self.dir).free / 2**20:.1f} MiB free, "
+                    "expected room for metrics and samples, which wait in memory now, while lines of logs/ are lost; "
+                    "free some space or raise the quota"
+                )
+            self._is_full = True
+            return
+        if self._is_full:
+            self.say(f"there is room again: all that was logged up to step {self.step} is written")
+        self._is_full = False
+
+    def _append_waiting(self) -> None:
+        while self._waiting:
+            _, path, data = self._waiting[0]
+            append(path, data)
+            del self._waiting[0]
+
+    def _first_waiting(self) -> int:
+        return self._waiting[0][0] if self._waiting else self.step
+
+    def _history(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, with those that wait."""
+        unwritten = b"".join(data for _, path, data in self._waiting if path.name == METRICS)
+        return read_metrics(self.dir, unwritten=unwritten)
 
     def _finish(self) -> None:
-        history = read_metrics(self.dir)
-        plot_learning_curve(history, self.dir / "learning_curve.png")
+        history = self._history()
         self._close()
-        self.state = "finished"
-        self._write_status()
         for name, values in validation_values(history).items():
             (first_step, first), (last_step, last) = values[0], values[-1]
             self.say(f"{name}: {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
+        self.catch_up()
+        plot_learning_curve(history, self.dir / "learning_curve.png")
+        self._write_status(state="finished")
         self.say(f"run folder: {self.dir}\nlearning curve: {self.dir / 'learning_curve.png'}")
 
-    def _write_status(self, *, error: str | None = None) -> None:
+    def _write_status(self, *, state: str | None = None, error: str | None = None) -> None:
         """Replaces status.json in one move: a reader sees the old one or the new one, never half of it."""
-        status = {"state": self.state, "step": self.step, "resumable": self.resumable, "error": error}
+        status = {"state": state or self.state, "step": self.step, "resumable": self.resumable, "error": error}
         status |= {"run_id": self.run_id, "launch_id": launch_id()}
         path, temporary = self.dir / "status.json", self.dir / f".status.json.{self.world.rank}"
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(to_json(status) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(to_json(status) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def _close(self) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish(exit_code=int(self.state == "failed"))
-        self._tensorboard, self._wandb = None, None
+        self._wandb = None
 
     def _on_rank_0(self, action: Callable[[], Any]) -> Any:
         return _on_rank_0(self.world, action)

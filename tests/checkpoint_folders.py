@@ -2,10 +2,12 @@
 
 import os
 import random
+import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from lib.checkpoint_files import (
     stage,
     verify,
 )
+from tests.ranks import ROOT
 
 NAMES = (
     "trainer.json",
@@ -90,6 +93,26 @@ def exit_status(child: int) -> int:
 def in_child(body: Callable[[], None], *, user: int | None = None) -> int:
     """Runs the body in a forked process and gives its exit status."""
     return exit_status(start_child(body, user=user))
+
+
+def on_small_disk(folder: Path, size: str, code: str, *words: object) -> str:
+    """Runs Python code with these words in a process that alone sees a tmpfs of this size there; what it printed."""
+    alone, mount = ["unshare", "--map-root-user", "--mount"], f"mount -t tmpfs -o size={size} tmpfs {folder}"
+    if not shutil.which("unshare") or subprocess.run([*alone, "sh", "-c", mount], capture_output=True).returncode != 0:
+        pytest.skip("no permission to mount a small disk")
+    words = [*alone, "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code, *map(str, words)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+def fill(ballast: Path) -> None:
+    """Takes all the room that is left on the disk."""
+    with suppress(OSError), open(ballast, "ab", buffering=0) as file:
+        for size in (2**20, 4096):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
 
 
 def record_disk(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -75,7 +75,7 @@ def next_groups(collector, prompts, cfg, world):
     return kept
 
 
-def train(cfg, world, *, full=None, validate=lambda step: {}):
+def train(cfg, world, *, full=None, validate=lambda step: {}, before_save=lambda step: None):
     """{"uids", "losses", "weights"} of the steps that were trained here; `full` is (step, rank)."""
     files = check_model_files(cfg.model.path, max_prompt_len=16, max_response_len=16)
     prompts = PromptStream(make_prompts(), seed=cfg.seed)
@@ -123,6 +123,7 @@ def train(cfg, world, *, full=None, validate=lambda step: {}):
             progress.constant_groups.append(1 / (3 + step))
             values = {"x": found["losses"][step], **validate(step)}
             run.log(step, values)
+            before_save(step)
             if checkpointer.end_step(step, values):
                 limit = resource.getrlimit(resource.RLIMIT_FSIZE)
                 if full == (step, world.rank):

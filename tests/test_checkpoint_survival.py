@@ -1,6 +1,5 @@
 """A kill at any instant, a full disk, a missing permission or a pruning never costs a good checkpoint."""
 
-import contextlib
 import errno
 import os
 import random
@@ -33,15 +32,16 @@ from lib.errors import NoSpace, UserError
 from tests.checkpoint_folders import (
     NAMES,
     exit_status,
+    fill,
     in_child,
     memory_folder,
+    on_small_disk,
     record_disk,
     save,
     start_child,
     steps,
     write,
 )
-from tests.ranks import ROOT
 
 
 @pytest.fixture
@@ -256,17 +256,11 @@ def fill_disk(run: Path, size: int) -> None:
 
 def test_a_disk_that_fills_up_during_a_save_costs_no_checkpoint(tmp_path):
     """A tmpfs of 1 MiB, mounted for one process alone."""
-    alone = ["unshare", "--map-root-user", "--mount"]
-    mount = f"mount -t tmpfs -o size=1m tmpfs {tmp_path}"
-    if not shutil.which("unshare") or subprocess.run([*alone, "sh", "-c", mount], capture_output=True).returncode != 0:
-        pytest.skip("no permission to mount a small disk")
     code = (
         "from pathlib import Path; from tests.test_checkpoint_survival import *; import sys; run = Path(sys.argv[1]); "
         "fill_disk(run, 400_000); fill_manifest(run)"
     )
-    words = [*alone, "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    on_small_disk(tmp_path, "1m", code, tmp_path)
 
 
 def fill_manifest(run: Path) -> None:
@@ -274,9 +268,7 @@ def fill_manifest(run: Path) -> None:
     staging = stage(run, 4, "id")
     entries = write(staging, 4)
     ballast = run / "ballast"
-    with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    fill(ballast)
     with pytest.raises(NoSpace):
         publish(staging, checkpoint_path(run, 4), entries, inventory={})
     (warning,) = prune(run, keep_last=2, keep_optimizer=1)
