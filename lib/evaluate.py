@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lib.dist import World
-from lib.errors import UserError
+from lib.errors import Stopped, UserError
 from lib.metrics import validation_metrics
 from lib.rollout import MAX_GROUP, MIN_TEMPERATURE, RolloutConfig, RolloutEngine, Sampling
 from lib.scoring import RewardConfig, Scorer, check_error_rate, error_counts
@@ -65,7 +65,7 @@ def evaluate(
 
     Executed by all ranks with the same samples; the engine is awake and holds the policy's weights. A response whose
     scoring failed is left out of the means and counted in val-aux/num_unscored; too many of them raise RewardError.
-    Raises Stopped when the run is to stop.
+    Raises Stopped when the run is to stop, and says how to measure the step afterwards: no later start does.
     """
     start = time.perf_counter()
     sampling = Sampling(
@@ -75,15 +75,17 @@ def evaluate(
         top_p=cfg.top_p,
         top_k=cfg.top_k,
     )
-    share = engine.share(samples)
-    with stopper.together():
-        with run.progress("validation", len(share)) as advance:
-            for group in engine.generate(share, sampling, stream="validation", stop=stopper.requested):
-                if engine.is_leader:
-                    for response in group:
-                        scorer.submit(response, decode(tokenizer, response.response_ids))
-                advance()
-        own = scorer.collect(stop=stopper.requested)
+    try:
+        own = _sample_and_score(engine, engine.share(samples), sampling, scorer, tokenizer, run=run, stopper=stopper)
+    except Stopped as stopped:
+        if step > 0:  # the one before training comes again
+            checkpoint = run.dir / f"global_step_{step}"
+            run.say(
+                f"warning: the validation of step {step} was broken off and is not in the metrics; {stopped}; eval.py "
+                f"--model.path {checkpoint} --data.files VAL.parquet --output OUT.parquet measures it (with this run's "
+                "--eval options as --rollout ones)"
+            )
+        raise
     for text, count in error_counts(own).items():
         print(f"step {step}: the reward of {count} validation responses failed: {text}")
     check_error_rate(own, reward, world)
@@ -99,6 +101,21 @@ def evaluate(
         "val-aux/num_unscored": float(len(responses) - len(scored)),
         "timing_s/testing": time.perf_counter() - start,
     }
+
+
+def _sample_and_score(
+    engine: RolloutEngine, share: list[Sample], sampling: Sampling, scorer: Scorer, tokenizer: Any, *, run: Run,
+    stopper: Stopper,
+) -> list[Rollout]:  # fmt: skip
+    """This rank's responses with their scores. Raises Stopped on all ranks together."""
+    with stopper.together():
+        with run.progress("validation", len(share)) as advance:
+            for group in engine.generate(share, sampling, stream="validation", stop=stopper.requested):
+                if engine.is_leader:
+                    for response in group:
+                        scorer.submit(response, decode(tokenizer, response.response_ids))
+                advance()
+        return scorer.collect(stop=stopper.requested)
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:

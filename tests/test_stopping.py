@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from eval import EvalScriptConfig
+from lib.config import parse_args
 from lib.dist import SINGLE
 from lib.errors import Stopped, UserError
+from lib.eval_model import find_model
 from lib.scoring import RewardConfig, Scorer
 from lib.stopping import Stopper
 from lib.tracking import read_metrics
@@ -349,3 +352,21 @@ def test_a_step_whose_validation_is_broken_off_is_logged(files):
         assert found == stopped(found["error"], step=1) | {"resumable": True}
         assert 'train_grpo.py", line' not in running.stderr and "checkpoint global_step_1: " in running.stdout
         assert not (files / "run" / "samples" / "step_1.jsonl").exists() and not running.alive()
+
+
+@pytest.mark.slow
+def test_a_run_whose_last_validation_is_broken_off_ends_and_says_how_to_measure_it(files):
+    run = files / "last"
+    with training(files, "--prompts-per-step", "2", "--num-steps", "1", "--run-dir", str(run)) as running:
+        running.until(lambda: "validation: " in running.stdout, timeout_s=360)
+        os.kill(running.process.pid, signal.SIGUSR1)
+        assert running.wait(120) == 1 and "exitcode" not in running.stderr  # torchrun's own; the ranks end with 0
+        [row] = read_metrics(run)
+        assert "actor/loss" in row and not [name for name in row if name.startswith("val-")]
+        assert json.loads((run / "status.json").read_text())["state"] == "finished"
+        [line] = [line for line in running.stdout.splitlines() if "was broken off" in line]
+        assert line.startswith("warning: the validation of step 1 was broken off and is not in the metrics; SIGUSR1 on")
+        command = line.split("eval.py ")[1].split(" measures ")[0]
+        cfg = parse_args(EvalScriptConfig(), [*command.split(), "--rollout.max-response-len", "16"])
+        model = find_model(cfg.model.path, SINGLE, max_prompt_len=24, rollout=cfg.rollout)
+        assert model.shards == run / "global_step_1" / "actor" / "model"
