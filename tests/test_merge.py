@@ -5,11 +5,12 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lib.errors import DamagedCheckpoint, UserError
 from lib.export import plan_files
@@ -30,7 +31,7 @@ from tests.merge_checkpoints import (  # noqa: F401 (fixtures)
     write_pieces,
 )
 from tests.merge_worker import IDS
-from tests.ranks import torchrun
+from tests.ranks import ROOT, torchrun
 
 # ---- The weights ----
 
@@ -124,6 +125,43 @@ def test_large_models_are_cut_into_files_with_an_index(step, tmp_path):
         assert all(torch.equal(tensor, whole[name]) for name, tensor in inside.items())
     loaded(folder)
     assert plan_files({"a": 3, "b": 3, "c": 9, "d": 1}, 6) == [["a", "b"], ["c"], ["d"]]
+
+
+SAME = 1e-5
+"""Between two float32 programs: log-probs here are from -4 to -10, where float32 moves in steps of 5e-7 to 1e-6, and
+sums of up to 200 terms in another order cost some of these (measured: 2.4e-6)."""
+
+
+def vllm_log_probs(folder, out):
+    """Of IDS, by vLLM's own loader in a process that knows nothing of training."""
+    words = [sys.executable, "-m", "tests.vllm_worker", str(folder), str(out), *map(str, IDS)]
+    env = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return torch.tensor(json.loads(out.read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_vllm_loads_a_merged_folder_and_gives_the_trainers_log_probs(checkpoints, name, tmp_path):
+    out = checkpoints("lockstep", 2)
+    expected = load_file(out / f"{name}.safetensors")["numbers"]
+    folder = merged(seal(tmp_path / "run", {"actor": out / name}) / "actor", tmp_path / "model", dtype="keep")
+    found = vllm_log_probs(folder, tmp_path / "found.json")
+    assert (found - expected).abs().max() < SAME
+
+
+@pytest.mark.slow
+def test_two_weights_of_one_shape_that_change_places_are_seen_in_vllms_log_probs(checkpoints, tmp_path):
+    out = checkpoints("lockstep", 2)
+    expected = load_file(out / "untied.safetensors")["numbers"]
+    folder = merged(seal(tmp_path / "run", {"actor": out / "untied"}) / "actor", tmp_path / "model", dtype="keep")
+    [file] = folder.glob("*.safetensors")
+    state, names = load_file(file), [f"model.layers.{layer}.post_attention_layernorm.weight" for layer in range(2)]
+    state |= {names[0]: state[names[1]], names[1]: state[names[0]]}  # the smallest there are
+    save_file(state, file, metadata={"format": "pt"})
+    found = vllm_log_probs(folder, tmp_path / "found.json")
+    assert (found - expected).abs().max() > 1000 * SAME
 
 
 # ---- Damage ----
