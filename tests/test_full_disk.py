@@ -1,6 +1,8 @@
 """A disk that fills up while a run logs costs neither the run nor a row; each body runs on a small tmpfs of its own."""
 
 import errno
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from lib.run_folder import append, read_metrics, read_status
 from lib.tracking import Run, TrackingConfig
 from tests.checkpoint_folders import fill, on_small_disk
 from tests.checkpoint_worker import config, train
+from tests.ranks import ROOT
 from tests.tiny import make_model, make_tokenizer
 
 SIZE = "160m"  # a run starts with no less than 0.1 GiB
@@ -156,3 +159,17 @@ def test_any_other_error_of_the_disk_still_ends_the_run(tmp_path):
         (run.dir / "metrics.jsonl").mkdir()
         run.log(1, {"x": 1.0})
     assert read_status(tmp_path / "run")["state"] == "failed"
+
+
+def test_a_terminal_that_is_a_file_on_a_full_disk_does_not_end_the_run(tmp_path):
+    code = (
+        "from tests.test_full_disk import *; import sys\n"
+        "with Run(sys.argv[1], TrackingConfig(), SINGLE, config={}, num_steps=1) as run:\n"
+        "    run.log(1, {'critic/score/mean': 1.0})\n"
+        "    run.finish()\n"
+    )
+    with open("/dev/full", "w") as terminal:
+        words = [sys.executable, "-c", code, str(tmp_path / "run")]
+        done = subprocess.run(words, cwd=ROOT, stdout=terminal, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+    assert read_status(tmp_path / "run")["state"] == "finished" and len(read_metrics(tmp_path / "run")) == 1
