@@ -21,7 +21,7 @@ from typing import Any
 
 from lib.config import REQUIRED, parse_cli, reporting_errors
 from lib.dist import init_distributed, shutdown_distributed
-from lib.errors import UserError
+from lib.errors import UserError, check_fields
 from lib.eval_files import (
     EvalDataConfig,
     Group,
@@ -72,8 +72,7 @@ class EvalScriptConfig:
     """Show tracebacks also for errors that are the input's."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"--seed is out of range; found {self.seed}, expected 0 to 2**63 - 1; change --seed")
+        check_fields(self, "", seed=(0 <= self.seed < 2**63, "0 to 2**63 - 1"))
         if self.generate_only and self.score_only:
             raise UserError(
                 "nothing is left to do; --generate-only and --score-only; found both, expected one at most; leave both "

@@ -18,7 +18,7 @@ import torch
 
 from lib.checkpoint_files import MANIFEST, check, verify
 from lib.config import parse_cli, reporting_errors
-from lib.errors import DamagedCheckpoint, LockstepError, UserError
+from lib.errors import DamagedCheckpoint, LockstepError, UserError, check_fields
 from lib.export import check_target, check_tensors, compare_folders, expected_tensors, export, new_folder
 from lib.verl_shards import is_verl, read_verl_shards
 from lib.weight_files import listing, read_json
@@ -53,10 +53,7 @@ class MergeConfig:
     """Print the traceback of an error too."""
 
     def __post_init__(self) -> None:
-        if not self.max_shard_gib > 0:
-            raise UserError(
-                f"--max-shard-gib is out of range; found {self.max_shard_gib}, expected GiB above 0; change it"
-            )
+        check_fields(self, "", max_shard_gib=(self.max_shard_gib > 0, "GiB above 0"))
         if self.private and self.upload is None:
             raise UserError("--private means nothing alone; found no --upload, expected one; add --upload USER/NAME")
 

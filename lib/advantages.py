@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lib.dist import World
-from lib.errors import UserError
+from lib.errors import check_fields
 from lib.shaping import response_rewards, token_rewards
 from lib.step_rows import Groups, StepRows, ordered_sum
 from lib.types import Batch
@@ -163,7 +163,7 @@ class ReinforcePlusPlusAdvantage(Advantage):
     """Discount per token, 0 to 1."""
 
     def __post_init__(self) -> None:
-        _check_share("--advantage.gamma", self.gamma)
+        check_fields(self, "advantage.", gamma=(0 <= self.gamma <= 1, "a number from 0 to 1"))
 
     def __call__(self, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
         """Whitened returns, and the returns: (B, T) float32, 0 outside response_mask. All ranks together."""
@@ -214,8 +214,8 @@ class GAEAdvantage(Advantage):
     """Weight of later tokens, 0 to 1: at 0 only the next value counts, at 1 only the rewards."""
 
     def __post_init__(self) -> None:
-        _check_share("--advantage.gamma", self.gamma)
-        _check_share("--advantage.lam", self.lam)
+        rules = {name: (0 <= getattr(self, name) <= 1, "a number from 0 to 1") for name in ("gamma", "lam")}
+        check_fields(self, "advantage.", **rules)
 
     def __call__(self, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
         """Whitened estimates, and the unwhitened plus batch.values: (B, T) float32, 0 outside response_mask.
@@ -359,10 +359,3 @@ def _rewards_to_go(rewards: Tensor) -> Tensor:
 def _on_tokens(batch: Batch, values: Tensor) -> Tensor:
     """The values as (B, T) float32, 0 outside response_mask."""
     return torch.where(batch.response_mask, values.float(), 0)
-
-
-def _check_share(flag: str, value: float) -> None:
-    if not 0 <= value <= 1:  # also refuses NaN
-        raise UserError(
-            f"{flag} is out of range; the advantage; found {value}, expected a number from 0 to 1; choose one"
-        )

@@ -39,7 +39,7 @@ from lib.checkpoint_files import (
 from lib.console import VALIDATION_NAME
 from lib.data import PromptStream
 from lib.dist import World
-from lib.errors import LockstepError, Stopped, UserError
+from lib.errors import LockstepError, Stopped, UserError, check_fields
 from lib.kl import KLController
 from lib.model import CausalPolicy, Critic
 from lib.sampling import Collector
@@ -80,20 +80,16 @@ class CheckpointConfig:
     """Go on training while files are written, from a copy of weights and optimizer in host memory."""
 
     def __post_init__(self) -> None:
-        rules = {
-            "resume": (bool(self.resume.strip()), "auto, never, or the path of a checkpoint"),
-            "every": (self.every >= 0, "0 or more"),
-            "every_minutes": (0 <= self.every_minutes < math.inf, "0 or more, and finite"),
-            "keep": (self.keep is None or self.keep >= 1, "at least 1, or None for all"),
-            "keep_best": (self.keep_best >= 0, "0 or more"),
-            "keep_optimizer": (self.keep_optimizer is None or self.keep_optimizer >= 1, "at least 1, or None for all"),
-        }
-        for name, (ok, rule) in rules.items():
-            if not ok:
-                flag = "--checkpoint." + name.replace("_", "-")
-                raise UserError(
-                    f"{flag} is out of range; found {getattr(self, name)!r}, expected {rule}; change {flag}"
-                )
+        check_fields(
+            self,
+            "checkpoint.",
+            resume=(bool(self.resume.strip()), "auto, never, or the path of a checkpoint"),
+            every=(self.every >= 0, "0 or more"),
+            every_minutes=(0 <= self.every_minutes < math.inf, "0 or more, and finite"),
+            keep=(self.keep is None or self.keep >= 1, "at least 1, or None for all"),
+            keep_best=(self.keep_best >= 0, "0 or more"),
+            keep_optimizer=(self.keep_optimizer is None or self.keep_optimizer >= 1, "at least 1, or None for all"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lib.config import JsonObject
-from lib.errors import UserError
+from lib.errors import UserError, check_fields
 from lib.losses import MAX_LOG_RATIO, GPGLoss, PolicyLoss
 from lib.metrics import Metrics
 from lib.ops import masked_mean, masked_sum
@@ -56,8 +56,12 @@ class Correction:
     """With bypass: the loss of --loss, whose ratio is the correction, or REINFORCE with importance weights."""
 
     def __post_init__(self) -> None:
-        _require("is_threshold", self.is_threshold, 1 <= self.is_threshold < inf, "a finite number of at least 1")
-        _require("icepop_low", self.icepop_low, self.icepop_low is None or 0 <= self.icepop_low <= 1, "from 0 to 1")
+        check_fields(
+            self,
+            "correction.",
+            is_threshold=(1 <= self.is_threshold < inf, "a finite number of at least 1"),
+            icepop_low=(self.icepop_low is None or 0 <= self.icepop_low <= 1, "from 0 to 1"),
+        )
         for name, bounds in self.reject.items():
             log_bounds(name, bounds)
         weighs, clips = self.is_level != "none", self.loss_type == "ppo_clip"
@@ -365,9 +369,3 @@ def _add_mismatch(metrics: Metrics, log_probs: Tensor, batch: Batch, log_ratio: 
         _add(metrics, name, values, mask)
     for kind in ("max", "min"):
         _add(metrics, f"log_ppl_diff_{kind}", ours - theirs, rows, kind)
-
-
-def _require(name: str, value: object, ok: bool, rule: str) -> None:
-    if not ok:
-        flag = "--correction." + name.replace("_", "-")
-        raise UserError(f"{flag} is out of range; the rollout correction; found {value}, expected {rule}; change it")

@@ -4,7 +4,7 @@ lib/critic_loss.py."""
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from lib.errors import UserError
+from lib.errors import check_fields
 from lib.fsdp import FSDPConfig
 from lib.model import ModelConfig
 from lib.optim import OptimConfig
@@ -14,7 +14,7 @@ from lib.optim import OptimConfig
 class CriticOptimConfig(OptimConfig):
     """The critic's AdamW and its schedule."""
 
-    section: ClassVar[str] = "--critic.optim"
+    section: ClassVar[str] = "critic.optim."
     lr: float = 1e-5
     """Peak learning rate."""
 
@@ -36,10 +36,12 @@ class CriticConfig:
     """Most tokens in one forward or backward pass of the critic on a rank; None: the policy's."""
 
     def __post_init__(self) -> None:
-        rules = {"value_clip": (self.value_clip > 0, "above 0"), "warmup_steps": (self.warmup_steps >= 0, "0 or more")}
-        for name in ("update_epochs", "max_tokens_per_gpu"):
-            rules[name] = (getattr(self, name) is None or getattr(self, name) >= 1, "at least 1, or None")
-        for name, (ok, rule) in rules.items():
-            if not ok:
-                flag = "--critic." + name.replace("_", "-")
-                raise UserError(f"{flag} is out of range; found {getattr(self, name)}, expected {rule}; change {flag}")
+        epochs, tokens = self.update_epochs, self.max_tokens_per_gpu
+        check_fields(
+            self,
+            "critic.",
+            value_clip=(self.value_clip > 0, "above 0"),
+            warmup_steps=(self.warmup_steps >= 0, "0 or more"),
+            update_epochs=(epochs is None or epochs >= 1, "at least 1, or None"),
+            max_tokens_per_gpu=(tokens is None or tokens >= 1, "at least 1, or None"),
+        )

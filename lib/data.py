@@ -17,7 +17,7 @@ import numpy as np
 
 from lib.config import JsonObject
 from lib.custom_dataset import check_dataset_class, custom_rows
-from lib.errors import UserError
+from lib.errors import UserError, check_fields
 from lib.parquet import Rows, answer_kinds, check_answer_kinds, count_overlap, read_rows, resolve_file
 from lib.types import Sample
 
@@ -64,10 +64,8 @@ class DataConfig:
     """Shuffle the training rows anew in every epoch; the order follows from --seed and the epoch alone."""
 
     def __post_init__(self) -> None:
-        for name in ("max_prompt_len", "train_max_samples", "val_max_samples"):
-            value, flag = getattr(self, name), "--data." + name.replace("_", "-")
-            if value is not None and value < 1:
-                raise UserError(f"{flag} is out of range; found {value}; expected at least 1; change {flag}")
+        limits = {name: getattr(self, name) for name in ("max_prompt_len", "train_max_samples", "val_max_samples")}
+        check_fields(self, "data.", **{name: (it is None or it >= 1, "at least 1") for name, it in limits.items()})
         if (self.dataset_path is None) != (self.dataset_name is None):
             raise UserError(
                 "half of a custom dataset; --data.dataset-path and --data.dataset-name; found "

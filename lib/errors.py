@@ -5,6 +5,7 @@ that is not one of these classes is a bug of ours (exit code 1) and keeps its tr
 """
 
 import errno
+from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What an OSError says where there is no room: on the disk, in a quota, below a limit on file sizes."""
@@ -52,6 +53,14 @@ class Stopped(Exception):
     def __init__(self, reason: str, code: int = 0) -> None:
         super().__init__(reason)
         self.code = code
+
+
+def check_fields(config: Any, section: str, **rules: tuple[bool, str]) -> None:
+    """Raises UserError for the first field whose rule, (whether it holds, in words), does not: `--SECTION.FIELD`."""
+    for name, (ok, rule) in rules.items():
+        if not ok:
+            flag = f"--{section}{name.replace('_', '-')}"
+            raise UserError(f"{flag} is out of range; found {getattr(config, name)!r}, expected {rule}; change {flag}")
 
 
 def error_line(error: LockstepError) -> str:

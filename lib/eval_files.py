@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lib.config import JsonObject
 from lib.data import DataConfig
 from lib.dist import World
-from lib.errors import UserError
+from lib.errors import UserError, check_fields
 from lib.parquet import Rows, read_rows, resolve_file
 from lib.schema import kind_of, short
 from lib.types import Score
@@ -53,10 +53,7 @@ class EvalDataConfig:
     """Evaluate only the first rows, this many; None: all."""
 
     def __post_init__(self) -> None:
-        if self.max_samples is not None and self.max_samples < 1:
-            raise UserError(
-                f"--data.max-samples is out of range; found {self.max_samples}; expected at least 1; change it"
-            )
+        check_fields(self, "data.", max_samples=(self.max_samples is None or self.max_samples >= 1, "at least 1"))
         self.as_validation()
 
     def as_validation(self) -> DataConfig:

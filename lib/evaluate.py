@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lib.dist import World
-from lib.errors import Stopped, UserError
+from lib.errors import Stopped, UserError, check_fields
 from lib.metrics import validation_metrics
 from lib.rollout import MAX_GROUP, MIN_TEMPERATURE, RolloutConfig, RolloutEngine, Sampling
 from lib.scoring import RewardConfig, Scorer, check_error_rate, error_counts
@@ -32,20 +32,18 @@ class EvalConfig:
     """Sample among the k likeliest tokens in validation, 0 for all."""
 
     def __post_init__(self) -> None:
-        rules = {
-            "every": (self.every >= 0, "0 or more"),
-            "n": (1 <= self.n <= MAX_GROUP, f"from 1 to {MAX_GROUP}"),
-            "temperature": (
+        check_fields(
+            self,
+            "eval.",
+            every=(self.every >= 0, "0 or more"),
+            n=(1 <= self.n <= MAX_GROUP, f"from 1 to {MAX_GROUP}"),
+            temperature=(
                 self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < 100,
                 f"0 (greedy), or from {MIN_TEMPERATURE} to below 100",
             ),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (0 <= self.top_k < 2**31, "0 (all tokens) or more"),
-        }
-        for name, (ok, rule) in rules.items():
-            if not ok:
-                flag = "--eval." + name.replace("_", "-")
-                raise UserError(f"{flag} is out of range; found {getattr(self, name)}, expected {rule}; change {flag}")
+            top_p=(0 < self.top_p <= 1, "in (0, 1]"),
+            top_k=(0 <= self.top_k < 2**31, "0 (all tokens) or more"),
+        )
         if self.n > 1 and self.temperature == 0:
             raise UserError(
                 f"--eval.n {self.n} with --eval.temperature 0; greedy responses to one prompt are all the same; "

@@ -5,12 +5,13 @@ different scores. Everything here is pure: every rank decides from the same gath
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, get_args
 
-from lib.errors import UserError
+from lib.errors import UserError, check_fields
 from lib.types import Rollout
 
 Verdict = Literal["kept", "all_right", "all_wrong", "out_of_band", "failed"]
@@ -36,11 +37,15 @@ class GroupFilterConfig:
     """Train on groups beyond those needed in the next step, though older weights sampled them; otherwise drop them."""
 
     def __post_init__(self) -> None:
-        _require("metric", self.metric, bool(self.metric), "a name")
-        _require("low", self.low, self.low < math.inf, "a number below infinity")  # also refuses NaN
-        _require("high", self.high, self.high > -math.inf, "a number above minus infinity")
-        _require("high", self.high, self.low <= self.high, f"at least --filter-groups.low, which is {self.low}")
-        _require("max_rounds", self.max_rounds, self.max_rounds >= 1, "at least 1")
+        least = max(self.low, -sys.float_info.max)
+        check_fields(
+            self,
+            "filter-groups.",
+            metric=(bool(self.metric), "a name"),
+            low=(self.low < math.inf, "a number below infinity"),  # also refuses NaN
+            high=(self.high >= least, f"a number of at least --filter-groups.low, which is {self.low}"),
+            max_rounds=(self.max_rounds >= 1, "at least 1"),
+        )
 
     def in_words(self, target: int) -> str:
         """What a step of `target` groups samples, in a line."""
@@ -141,9 +146,3 @@ def shortage(
         f"round(s) (dropped: {dropped or 'none'}): {outcome}; easier or harder prompts, more responses per prompt "
         "(--rollout.n) or --filter-groups.max-rounds give more"
     )
-
-
-def _require(name: str, value: object, ok: bool, rule: str) -> None:
-    if not ok:
-        flag = "--filter-groups." + name.replace("_", "-")
-        raise UserError(f"{flag} is out of range; dynamic sampling; found {value}, expected {rule}; change {flag}")

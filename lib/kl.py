@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lib.dist import World
-from lib.errors import UserError
+from lib.errors import check_fields
 from lib.metrics import Metrics
 from lib.shaping import token_rewards
 from lib.step_rows import StepRows, ordered_sum
@@ -95,12 +95,15 @@ class KLRewardConfig:
     """Responses over which an adaptive weight moves by at most about 20 %."""
 
     def __post_init__(self) -> None:
-        _check("--kl-reward.coef", self.coef, 0 <= self.coef < math.inf, "a finite number of 0 or more")
         target_ok = self.target is None or 0 < self.target < math.inf
-        _check("--kl-reward.target", self.target, target_ok, "a finite number above 0, or None for a fixed weight")
-        adapts_nothing = self.target is not None and self.coef == 0
-        _check("--kl-reward.coef", self.coef, not adapts_nothing, "above 0 with a target, for it changes by factors")
-        _check("--kl-reward.horizon", self.horizon, self.horizon >= 1, "at least 1 response")
+        coef_ok = 0 <= self.coef < math.inf and (self.coef > 0 or self.target is None)
+        check_fields(
+            self,
+            "kl-reward.",
+            target=(target_ok, "a finite number above 0, or None for a fixed weight"),
+            coef=(coef_ok, "a finite number of 0 or more; above 0 with a target, for it changes by factors"),
+            horizon=(self.horizon >= 1, "at least 1 response"),
+        )
 
 
 class KLController:
@@ -159,8 +162,3 @@ def penalized_rewards(batch: Batch, *, coef: float, kl_type: KLType, world: Worl
     count = int(lens.count_nonzero())
     current_kl = float(ordered_sum(sums / lens.clamp(min=1))) / count if count else math.nan
     return token_rewards(batch) - coef * estimate, current_kl, count
-
-
-def _check(flag: str, value: object, ok: bool, rule: str) -> None:
-    if not ok:
-        raise UserError(f"{flag} is out of range; the KL in the reward; found {value}, expected {rule}; choose one")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from lib.errors import UserError
+from lib.errors import UserError, check_fields
 from lib.fsdp import reshard
 
 CHUNK = 2**26  # elements whose moments visit the GPU at once: 512 MiB, or one parameter that is larger
@@ -21,7 +21,7 @@ CHUNK = 2**26  # elements whose moments visit the GPU at once: 512 MiB, or one p
 class OptimConfig:
     """AdamW and its schedule."""
 
-    section: ClassVar[str] = "--optim"
+    section: ClassVar[str] = "optim."
     """Where its options are on the command line, for messages."""
     lr: float = 1e-6
     """Peak learning rate."""
@@ -41,19 +41,17 @@ class OptimConfig:
     """Final learning rate of the cosine schedule as a share of the peak."""
 
     def __post_init__(self) -> None:
-        rules = {
-            "lr": (0 < self.lr < math.inf, "above 0 and finite"),
-            "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
-            "eps": (0 < self.eps < math.inf, "above 0 and finite"),
-            "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more and finite"),
-            "clip_grad": (0 < self.clip_grad < math.inf, "above 0 and finite"),
-            "warmup_steps": (self.warmup_steps >= 0, "0 or more"),
-            "min_lr_ratio": (0 <= self.min_lr_ratio <= 1, "in [0, 1]"),
-        }
-        for name, (ok, rule) in rules.items():
-            if not ok:
-                flag = f"{self.section}.{name.replace('_', '-')}"
-                raise UserError(f"{flag} is out of range; found {getattr(self, name)}, expected {rule}; change {flag}")
+        check_fields(
+            self,
+            self.section,
+            lr=(0 < self.lr < math.inf, "above 0 and finite"),
+            betas=(all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
+            eps=(0 < self.eps < math.inf, "above 0 and finite"),
+            weight_decay=(0 <= self.weight_decay < math.inf, "0 or more and finite"),
+            clip_grad=(0 < self.clip_grad < math.inf, "above 0 and finite"),
+            warmup_steps=(self.warmup_steps >= 0, "0 or more"),
+            min_lr_ratio=(0 <= self.min_lr_ratio <= 1, "in [0, 1]"),
+        )
 
 
 def build_optimizer(policy: nn.Module, cfg: OptimConfig, *, on_host: bool = False) -> torch.optim.Optimizer:

@@ -29,7 +29,7 @@ from lib.engine_patches import (
     short_cuts,
     unfinished_requests,
 )  # fmt: skip
-from lib.errors import Stopped, UserError
+from lib.errors import Stopped, UserError, check_fields
 from lib.types import Rollout, Sample
 
 MAX_GROUP = 2**20  # seeds of a group's responses are consecutive numbers
@@ -87,30 +87,27 @@ class RolloutConfig:
     """KV cache when running on a CPU, in GiB per rank."""
 
     def __post_init__(self) -> None:
-        for name in ("max_response_len", "tensor_model_parallel_size", "max_num_batched_tokens"):
-            _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        _require("n", self.n, 1 <= self.n <= MAX_GROUP, f"from 1 to {MAX_GROUP}")
-        _require("max_num_seqs", self.max_num_seqs, self.max_num_seqs is None or 1 <= self.max_num_seqs <= 2**16,
-                 f"from 1 to {2**16}")  # fmt: skip
-        _require("max_num_batched_tokens", self.max_num_batched_tokens, self.max_num_batched_tokens <= 2**22,
-                 f"at most {2**22}")  # fmt: skip
-        _require("stop", self.stop, all(self.stop), "texts that are not empty")
-        _require("temperature", self.temperature, self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < 100,
-                 f"at least {MIN_TEMPERATURE}, and below 100 (in eval.py also 0, greedy)")  # fmt: skip
-        _require("partial_share", self.partial_share, 0 < self.partial_share <= 1, "in (0, 1]")
-        _require("max_continued", self.max_continued, self.max_continued >= 1, "at least 1")
-        _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
-        _require("top_k", self.top_k, self.top_k >= 0, "0 (all tokens) or more")
-        _require(
-            "max_cudagraph_capture_size",
-            self.max_cudagraph_capture_size,
-            self.max_cudagraph_capture_size >= 0,
-            "0 or more",
-        )
-        for name in ("max_log_probs_diff", "cpu_kv_cache_gib"):
-            _require(name, getattr(self, name), 0 < getattr(self, name) < float("inf"), "above 0 and finite")
-        _require(
-            "gpu_memory_utilization", self.gpu_memory_utilization, 0 < self.gpu_memory_utilization < 1, "in (0, 1)"
+        check_fields(
+            self,
+            "rollout.",
+            max_response_len=(self.max_response_len >= 1, "at least 1"),
+            tensor_model_parallel_size=(self.tensor_model_parallel_size >= 1, "at least 1"),
+            max_num_batched_tokens=(1 <= self.max_num_batched_tokens <= 2**22, f"from 1 to {2**22}"),
+            n=(1 <= self.n <= MAX_GROUP, f"from 1 to {MAX_GROUP}"),
+            max_num_seqs=(self.max_num_seqs is None or 1 <= self.max_num_seqs <= 2**16, f"from 1 to {2**16}"),
+            stop=(all(self.stop), "texts that are not empty"),
+            temperature=(
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < 100,
+                f"at least {MIN_TEMPERATURE}, and below 100 (in eval.py also 0, greedy)",
+            ),
+            partial_share=(0 < self.partial_share <= 1, "in (0, 1]"),
+            max_continued=(self.max_continued >= 1, "at least 1"),
+            top_p=(0 < self.top_p <= 1, "in (0, 1]"),
+            top_k=(self.top_k >= 0, "0 (all tokens) or more"),
+            max_cudagraph_capture_size=(self.max_cudagraph_capture_size >= 0, "0 or more"),
+            max_log_probs_diff=(0 < self.max_log_probs_diff < math.inf, "above 0 and finite"),
+            cpu_kv_cache_gib=(0 < self.cpu_kv_cache_gib < math.inf, "above 0 and finite"),
+            gpu_memory_utilization=(0 < self.gpu_memory_utilization < 1, "in (0, 1)"),
         )
         if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise UserError(
@@ -118,12 +115,6 @@ class RolloutConfig:
                 f"--rollout.max-num-seqs {self.max_num_seqs}; every running response needs one token of the budget; "
                 f"expected at least {self.max_num_seqs}; raise the first or lower the second"
             )
-
-
-def _require(name: str, value: object, ok: bool, rule: str) -> None:
-    if not ok:
-        flag = "--rollout." + name.replace("_", "-")
-        raise UserError(f"{flag} is out of range; found {value}, expected {rule}; change {flag}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ import torch
 
 from lib.config import JsonObject
 from lib.dist import World
-from lib.errors import RewardError, Stopped, UserError
+from lib.errors import RewardError, Stopped, UserError, check_fields
 from lib.parquet import resolve_file
 from lib.rewards.worker import ARGUMENTS, frame
 from lib.types import Rollout, Sample, Score
@@ -79,20 +79,16 @@ class RewardConfig:
     # single failure. Every failure is counted and logged in any case.
 
     def __post_init__(self) -> None:
-        rules = {
-            "path": (self.path != "", "a file, or the option left out"),
-            "name": (self.name.isidentifier(), "the name of a function"),
-            "num_workers": (1 <= self.num_workers <= 1024, "from 1 to 1024"),
-            "timeout_s": (0 < self.timeout_s <= 86400, "above 0 and at most 86400 (a day)"),
-            "max_error_rate": (0 <= self.max_error_rate <= 1, "between 0 and 1"),
-            "kwargs": (not set(self.kwargs) & set(ARGUMENTS), f"names other than {', '.join(ARGUMENTS)}"),
-        }
-        for name, (ok, rule) in rules.items():
-            if not ok:
-                flag = "--reward." + name.replace("_", "-")
-                raise UserError(
-                    f"{flag} is out of range; found {getattr(self, name)!r}, expected {rule}; change {flag}"
-                )
+        check_fields(
+            self,
+            "reward.",
+            path=(self.path != "", "a file, or the option left out"),
+            name=(self.name.isidentifier(), "the name of a function"),
+            num_workers=(1 <= self.num_workers <= 1024, "from 1 to 1024"),
+            timeout_s=(0 < self.timeout_s <= 86400, "above 0 and at most 86400 (a day)"),
+            max_error_rate=(0 <= self.max_error_rate <= 1, "between 0 and 1"),
+            kwargs=(not set(self.kwargs) & set(ARGUMENTS), f"names other than {', '.join(ARGUMENTS)}"),
+        )
         if self.path is None and self.name != "compute_score":
             raise UserError(
                 f"a reward function without its file; --reward.name {self.name}; found no --reward.path, expected the "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lib.errors import UserError
+from lib.errors import check_fields
 from lib.step_rows import ordered_sum
 from lib.types import Batch
 
@@ -27,16 +27,12 @@ class OverlongConfig:
     """Leave responses that were cut off at the limit out of the loss, the group statistics and the denominators."""
 
     def __post_init__(self) -> None:
-        if self.buffer_len < 0:
-            raise UserError(
-                f"--overlong.buffer-len is out of range; length shaping; found {self.buffer_len}, expected 0 or more "
-                "tokens; choose one, or 0 for no penalty"
-            )
-        if not 0 <= self.factor < math.inf:
-            raise UserError(
-                f"--overlong.factor is out of range; length shaping; found {self.factor}, expected a finite number of "
-                "0 or more; choose one"
-            )
+        check_fields(
+            self,
+            "overlong.",
+            buffer_len=(self.buffer_len >= 0, "0 or more tokens"),
+            factor=(0 <= self.factor < math.inf, "a finite number of 0 or more"),
+        )
 
 
 def shape_rewards(batch: Batch, cfg: OverlongConfig, *, max_response_len: int) -> Batch:

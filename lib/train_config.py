@@ -12,7 +12,7 @@ from lib.checkpoint import CheckpointConfig
 from lib.config import either, nearest_divisors, plug_in
 from lib.correction import CORRECTIONS, AutoCorrection, Correction
 from lib.data import DataConfig
-from lib.errors import UserError
+from lib.errors import UserError, check_fields
 from lib.evaluate import EvalConfig
 from lib.fsdp import FSDPConfig
 from lib.groups import GroupFilterConfig
@@ -80,16 +80,19 @@ class TrainConfig:
     """Show tracebacks also for errors that are the input's."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "mini_batch_size", "update_epochs", "max_tokens_per_gpu", "total_epochs"):
-            _require(name, getattr(self, name), getattr(self, name) >= 1, "at least 1")
-        # The engine gets a request for every prompt: more is a slip of the pen.
-        _require("prompts_per_step", self.prompts_per_step, self.prompts_per_step <= 2**20, "at most 2**20")
-        _require("num_steps", self.num_steps, self.num_steps is None or self.num_steps >= 1, "at least 1")
-        _require("max_minutes", self.max_minutes, self.max_minutes is None or 0 < self.max_minutes < float("inf"),
-                 "above 0 and finite")  # fmt: skip
-        _require("seed", self.seed, 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
-        for name in ("kl_loss_coef", "entropy_coef"):
-            _require(name, getattr(self, name), 0 <= getattr(self, name) < float("inf"), "0 or more and finite")
+        counts = ("mini_batch_size", "update_epochs", "max_tokens_per_gpu", "total_epochs")
+        check_fields(
+            self,
+            "",
+            # The engine gets a request for every prompt: more is a slip of the pen.
+            prompts_per_step=(1 <= self.prompts_per_step <= 2**20, "at least 1, and at most 2**20"),
+            **{name: (getattr(self, name) >= 1, "at least 1") for name in counts},
+            num_steps=(self.num_steps is None or self.num_steps >= 1, "at least 1"),
+            max_minutes=(self.max_minutes is None or 0 < self.max_minutes < math.inf, "above 0 and finite"),
+            seed=(0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
+            kl_loss_coef=(0 <= self.kl_loss_coef < math.inf, "0 or more and finite"),
+            entropy_coef=(0 <= self.entropy_coef < math.inf, "0 or more and finite"),
+        )
         responses = self.prompts_per_step * self.rollout.n
         if responses % self.mini_batch_size:
             raise UserError(
@@ -211,9 +214,3 @@ class TrainConfig:
     def policy_loss(self) -> PolicyLoss:
         """The loss to train with: --loss, unless the correction brings its own."""
         return self.correction.policy_loss(self.loss)
-
-
-def _require(name: str, value: object, ok: bool, rule: str) -> None:
-    if not ok:
-        flag = "--" + name.replace("_", "-")
-        raise UserError(f"{flag} is out of range; found {value}, expected {rule}; change {flag}")

@@ -207,5 +207,5 @@ def test_a_fixed_weight_stays_and_a_saved_one_comes_back_exactly():
     ],
 )  # fmt: skip
 def test_an_impossible_kl_in_the_reward_is_refused(options, flag):
-    with pytest.raises(UserError, match=rf"--kl-reward.{flag} is out of range.*found .*expected .*choose one"):
+    with pytest.raises(UserError, match=rf"--kl-reward.{flag} is out of range.*found .*expected .*change"):
         KLRewardConfig(**options)

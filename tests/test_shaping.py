@@ -95,5 +95,5 @@ def test_masked_truncated_responses_leave_statistics_and_denominators():
 )
 def test_impossible_shaping_is_refused(field, value):
     flag = field.replace("_", "-")
-    with pytest.raises(UserError, match=rf"--overlong.{flag} is out of range.*found {value}.*expected .*choose one"):
+    with pytest.raises(UserError, match=rf"--overlong.{flag} is out of range.*found {value}.*expected .*change"):
         OverlongConfig(**{field: value})
