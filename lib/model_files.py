@@ -12,7 +12,7 @@ from typing import Any
 
 from lib.config import either, nearest_divisors
 from lib.errors import UserError
-from lib.weight_files import DOWNLOAD_AGAIN, Shape, check_weights, listing, read_bytes, read_json
+from lib.weight_files import DOWNLOAD_AGAIN, Shape, check_weights, listing, read_json
 
 ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
@@ -66,7 +66,6 @@ def check_model_files(
         check_weights(folder, expected_shapes(config))
     _check_vocabulary(folder, config["vocab_size"])
     _check_tokenizer_config(folder)
-    _check_chat_template(folder)
     return ModelFiles(folder=folder, config=config, num_parameters=_count(expected_shapes(config)))
 
 
@@ -348,44 +347,3 @@ def _check_tokenizer_config(folder: Path) -> None:
             "copy it from the model that the tokenizer belongs to"
         )
     read_json(file)
-
-
-def _check_chat_template(folder: Path) -> None:
-    """Refuses a folder without a chat template, or with one that is no valid Jinja."""
-    file, template = _find_chat_template(folder)
-    if template is None:
-        raise UserError(
-            f"the tokenizer has no chat template; {folder}; found neither chat_template.jinja nor chat_template in "
-            "tokenizer_config.json; copy chat_template.jinja from the model's chat version into the folder"
-        )
-    from jinja2 import Environment, TemplateSyntaxError
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        """The block that transformers adds to Jinja, to mark what the model said."""
-
-        tags = {"generation"}  # noqa: RUF012 (Jinja's own convention)
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    try:
-        Environment(extensions=["jinja2.ext.loopcontrols", Generation]).parse(template)
-    except TemplateSyntaxError as error:
-        raise UserError(
-            f"the chat template is not valid Jinja; {file}, template line {error.lineno}; found {error.message}; mend "
-            "the template, or copy the one that belongs to the model"
-        ) from error
-
-
-def _find_chat_template(folder: Path) -> tuple[Path, str | None]:
-    """Where the chat template is, and its text; None: there is none."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file, read_bytes(file).decode("utf-8", errors="replace")
-    file = folder / "tokenizer_config.json"
-    template = read_json(file).get("chat_template")
-    if isinstance(template, list):  # several, each {name, template}
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    return file, template if isinstance(template, str) and template.strip() else None
