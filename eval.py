@@ -35,7 +35,7 @@ from lib.eval_files import (
 )
 from lib.eval_model import EvalModel, find_model, load_engine_, load_prompts, what_defines_responses
 from lib.eval_report import render_page, summarise, summary_table
-from lib.eval_scores import collect_scores, plain_samples, submit, try_reward
+from lib.eval_scores import collect_scores, submit, try_reward
 from lib.evaluate import decode
 from lib.launch import check_same_config, check_same_prompts, check_tensor_parallel
 from lib.model import ModelConfig
@@ -108,7 +108,8 @@ def evaluate(cfg: EvalScriptConfig) -> None:
     if not cfg.generate_only:
         reward_note = world.agree(lambda: try_reward(cfg.reward, cfg.data, rows))
     if cfg.score_only:
-        groups, samples, kept = groups_of(table), plain_samples(rows, len(table)), range(len(table))
+        groups, kept = groups_of(table), range(len(table))
+        samples = [rows.sample(row, uid=row) for row in kept]
         state, logs = {}, None
     else:
         world.agree(lambda: check_tensor_parallel(cfg.rollout, world))

@@ -104,7 +104,8 @@ def train(cfg: PPOConfig) -> None:
         prompts = PromptStream(train_set, seed=cfg.seed, shuffle=cfg.data.shuffle)
         resume.restore_prompts(prompts)
         val_samples = val_set.all_samples()
-        data_sources = {sample.data_source for sample in (*train_set.all_samples(), *val_samples)}
+        data_sources = train_set.rows.data_sources(cfg.data.train_max_samples)
+        data_sources |= {sample.data_source for sample in val_samples}
         if files.train is None:
             reward_note = world.agree(lambda: try_reward(cfg, train_set.rows, val_set.rows))
     num_steps = cfg.num_steps or max(1, len(train_set) * cfg.total_epochs // cfg.prompts_per_step)

@@ -248,14 +248,7 @@ class Prompts:
 
     def sample(self, place: int, uid: int) -> Sample:
         """The prompt at a place in file order, under the given uid."""
-        row = self.rows[self.kept[place]]
-        return Sample(
-            uid=uid,
-            prompt_ids=self.token_ids[place].tolist(),
-            data_source=row["data_source"],
-            ground_truth=row["reward_model"]["ground_truth"],
-            extra_info=row["extra_info"],
-        )
+        return self.rows.sample(self.kept[place], uid=uid, prompt_ids=self.token_ids[place].tolist())
 
     def all_samples(self) -> list[Sample]:
         """Every prompt in file order, uid = place. For validation."""

@@ -12,25 +12,8 @@ from lib.types import Rollout, Sample, Score
 
 def try_reward(reward: RewardConfig, data: EvalDataConfig, rows: Rows) -> str:
     """A line about the reward function, which can score the first rows and knows every data source."""
-    trials = {rows.where(row): rows[row] for row in range(min(3, len(rows)))}
+    trials = {rows.where(row): rows.sample(row, uid=row) for row in range(min(3, len(rows)))}
     return check_reward(reward, rows.data_sources(data.max_samples), trials)
-
-
-def plain_samples(rows: Rows, num_rows: int) -> list[Sample]:
-    """The first rows as reward functions need them, uid = row: without tokens, hence without a tokenizer."""
-    samples = []
-    for uid in range(num_rows):
-        row = rows[uid]
-        samples.append(
-            Sample(
-                uid=uid,
-                prompt_ids=[],
-                data_source=row["data_source"],
-                ground_truth=row["reward_model"]["ground_truth"],
-                extra_info=row["extra_info"],
-            )
-        )
-    return samples
 
 
 def submit(scorer: Scorer, group: Group, sample: Sample) -> None:

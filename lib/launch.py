@@ -99,8 +99,8 @@ def check_critic(cfg: TrainConfig, critic: CriticConfig, policy: ModelFiles, wor
 def try_reward(cfg: TrainConfig, train: Rows, val: Rows) -> str:
     """A line about the reward function, which can score first rows of both splits and knows every data source."""
     data_sources = train.data_sources(cfg.data.train_max_samples) | val.data_sources(cfg.data.val_max_samples)
-    trials = {train.where(row): train[row] for row in range(min(2, len(train)))}
-    trials |= {f"{val.where(0)} (validation)": val[0]} if len(val) else {}
+    trials = {train.where(row): train.sample(row, uid=row) for row in range(min(2, len(train)))}
+    trials |= {f"{val.where(0)} (validation)": val.sample(0, uid=2)} if len(val) else {}
     metric = cfg.filter_groups.metric if cfg.filter_groups.enable else "score"
     return check_reward(cfg.reward, data_sources, trials, metric=metric)
 

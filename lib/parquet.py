@@ -8,7 +8,7 @@ import difflib
 import os
 import stat
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from lib.errors import UserError
 from lib.schema import answer_kind, check_schema, checked_batch, kind_of, short
+from lib.types import Sample
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,6 +48,17 @@ class Rows:
             "reward_model": cells["reward_model"],
             "extra_info": cells.get("extra_info") or {},
         }
+
+    def sample(self, row: int, *, uid: int, prompt_ids: Sequence[int] = ()) -> Sample:
+        """One row as reward functions need it; with its tokens, as the engine does."""
+        cells = self[row]
+        return Sample(
+            uid=uid,
+            prompt_ids=list(prompt_ids),
+            data_source=cells["data_source"],
+            ground_truth=cells["reward_model"]["ground_truth"],
+            extra_info=cells["extra_info"],
+        )
 
     def where(self, row: int) -> str:
         """`FILE row PLACE` for messages, counted from 0 within the file."""

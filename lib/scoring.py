@@ -97,34 +97,24 @@ class RewardConfig:
 
 
 def check_reward(
-    cfg: RewardConfig, data_sources: Set[str], rows: Mapping[str, Mapping[str, Any]], *, metric: str = "score"
+    cfg: RewardConfig, data_sources: Set[str], samples: Mapping[str, Sample], *, metric: str = "score"
 ) -> str:
     """One line for the log: the function, its file and the file's hash, after a trial on at most 3 rows.
 
-    `rows`: where each stands -> the row, in verl's schema (`data_source`, `reward_model`, `extra_info`). `metric`: what
+    `samples`: where each stands -> the row. `metric`: what
     --filter-groups.metric needs of one trial at least. Runs in one worker process, before any model is loaded. Raises
     UserError for a wrong flag or data source (exit 2), RewardError for reward code that does not import, lacks the
     function, or fails on a row (exit 4). Local to the rank: wrap it in `World.agree`.
     """
-    samples = [
-        Sample(
-            uid=i,
-            prompt_ids=[],
-            data_source=row["data_source"],
-            ground_truth=row["reward_model"]["ground_truth"],
-            extra_info=row["extra_info"],
-        )
-        for i, row in enumerate(rows.values())
-    ]
     with closing(Scorer(replace(cfg, num_workers=1), data_sources)) as scorer:
-        for sample, response in zip(samples, TRIAL_RESPONSES, strict=False):
+        for sample, response in zip(samples.values(), TRIAL_RESPONSES, strict=False):
             rollout = Rollout(sample=sample, index=0, response_ids=[], rollout_log_probs=None, finish_reason="stop")
             scorer.submit(rollout, response)
         trials = scorer.collect()
         if scorer.start_error is not None:
             raise (RewardError if cfg.path else UserError)(scorer.start_error)  # built in: a flag or a package
         notes = scorer.warnings
-    for where, trial, response in zip(rows, trials, TRIAL_RESPONSES, strict=False):
+    for where, trial, response in zip(samples, trials, TRIAL_RESPONSES, strict=False):
         if trial.score.error is not None:
             raise RewardError(
                 f"the reward function failed on a trial; {_describe_source(cfg, {trial.sample.data_source})}; "
