@@ -14,12 +14,12 @@ from lib.data import DataFiles, Prompts, load_tokenizer, stop_token_ids, tokeniz
 from lib.dist import World
 from lib.errors import DamagedCheckpoint, UserError, WeightSyncError
 from lib.eval_files import EvalDataConfig
-from lib.model import SafetensorsFolder, check_model_config
+from lib.model import check_model_config, read_weight_
 from lib.model_files import ModelFiles, check_model_files, expected_shapes
 from lib.parquet import Rows
 from lib.rollout import RolloutConfig, RolloutEngine
 from lib.weight_files import iter_weight_files
-from lib.whole_tensors import read_shards
+from lib.whole_tensors import SafetensorsFolder, read_shards
 
 SAMPLING = ("n", "max_response_len", "temperature", "top_p", "top_k", "ignore_eos")
 """The fields of RolloutConfig that decide what is sampled, beside `stop`."""
@@ -144,10 +144,10 @@ def iter_weights(model: EvalModel, dtype: torch.dtype) -> Iterator[tuple[str, Te
     """
     shapes = expected_shapes(model.files.config)
     if model.shards is None:
-        folder = SafetensorsFolder(str(model.files.folder))
+        folder = SafetensorsFolder(model.files.folder)
         for name, shape in shapes.items():
             tensor = torch.empty(shape, dtype=dtype)
-            folder.read_into_(tensor, name)
+            read_weight_(folder, tensor, name)
             yield name, tensor
         return
     shards = read_shards(model.shards)

@@ -4,20 +4,18 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lib.errors import DamagedCheckpoint, UserError
-from lib.weight_files import Shape, iter_weight_files, listing, read_json
-from lib.whole_tensors import ANOTHER, DTYPES, Shards
+from lib.weight_files import Shape, listing, read_json
+from lib.whole_tensors import ANOTHER, SafetensorsFolder, Shards, write_safetensors
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHTS = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth")
 COMPARE_NUMBERS = 2**22  # at a time
 
@@ -138,7 +136,13 @@ def export(
             # Widest numbers first, so that all of them are aligned, as the format's own library does it.
             names = sorted(names, key=lambda name: -dtypes[name].itemsize)
             header = {name: (dtypes[name], expected.shapes[name]) for name in names}
-            _write_file(folder / file, header, shards, bar.update)
+
+            def read(names: list[str] = names) -> Iterator[Tensor]:
+                for name in names:
+                    yield shards.tensors[name].read(dtypes[name])
+                    bar.update(sizes[name])
+
+            write_safetensors(folder / file, header, read(), {})
             shards.release()  # what was read of mapped files would stay resident
             weight_map |= dict.fromkeys(names, file)
     if len(plan) > 1:
@@ -164,28 +168,6 @@ def plan_files(sizes: dict[str, int], max_bytes: int) -> list[list[str]]:
         files[-1].append(name)
         filled += size
     return files
-
-
-def _write_file(
-    file: Path, tensors: dict[str, tuple[torch.dtype, Shape]], shards: Shards, advance: Callable[[int], Any]
-) -> None:
-    """A safetensors file: 8 bytes of little-endian header length, a JSON header, the numbers. Written as they are read:
-    the format's own library would want all of them in memory."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(file, "xb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for name, (dtype, _) in tensors.items():
-            tensor = shards.tensors[name].read(dtype)
-            stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            advance(tensor.nbytes)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _name_dtype(file: Path, dtypes: set[torch.dtype]) -> None:
@@ -272,13 +254,14 @@ def compare_folders(folder: Path, other: Path, *, ignored: frozenset[str] = froz
 
     Names, shapes, dtypes and every bit of the numbers. Raises UserError for folders that have no whole weights.
     """
-    ours, theirs = _tensor_files(folder), _tensor_files(other)
-    names = sorted((ours.keys() & theirs.keys()) - ignored)
-    words = [f"{name} is only in {folder}" for name in sorted(ours.keys() - theirs.keys() - ignored)]
-    words += [f"{name} is only in {other}" for name in sorted(theirs.keys() - ours.keys() - ignored)]
+    here, there = SafetensorsFolder(folder), SafetensorsFolder(other)
+    ours, theirs = here.files.keys(), there.files.keys()
+    names = sorted((ours & theirs) - ignored)
+    words = [f"{name} is only in {folder}" for name in sorted(ours - theirs - ignored)]
+    words += [f"{name} is only in {other}" for name in sorted(theirs - ours - ignored)]
     distances: dict[str, float] = {}
     for name in names:
-        a, b = _read(ours[name], name), _read(theirs[name], name)
+        a, b = here.read(name), there.read(name)
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             words.append(f"{name} is {list(a.shape)} {a.dtype} here and {list(b.shape)} {b.dtype} there")
         elif not torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
@@ -291,20 +274,3 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
     """The largest |a - b|; infinite when a number is not finite on one side alone."""
     parts = zip(a.reshape(-1).split(COMPARE_NUMBERS), b.reshape(-1).split(COMPARE_NUMBERS), strict=True)
     return max(float((x.double() - y.double()).abs().nan_to_num(nan=math.inf).max()) for x, y in parts)
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    from safetensors import safe_open
-
-    files = {}
-    for file, _ in iter_weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            files |= dict.fromkeys(tensors.keys(), file)
-    return files
-
-
-def _read(file: Path, name: str) -> Tensor:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as tensors:
-        return tensors.get_tensor(name)

@@ -6,7 +6,6 @@ Weights are built on the meta device, sharded, and filled by rank 0 reading safe
 at a time: host memory does not grow with the number of ranks or the size of the model.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from lib.attention import PACKED, register_packed_attention
 from lib.dist import World
 from lib.errors import UserError
 from lib.ops import Statistic, linear_log_probs
+from lib.whole_tensors import SafetensorsFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None
     reader = SafetensorsFolder(path) if world.rank == 0 else None
     for name, parameter in model.named_parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
-        problem = world.agree(lambda name=name, full=full: reader.read_into_(full, name) if reader else None)
+        problem = world.agree(lambda name=name, full=full: read_weight_(reader, full, name) if reader else None)
         assert problem is None
         if world.size > 1:
             torch.distributed.broadcast(full, src=0)
@@ -191,38 +191,16 @@ def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None
                 parameter.copy_(full)
 
 
-class SafetensorsFolder:
-    """The tensors of a Hugging Face folder, one file or many, read one at a time."""
-
-    def __init__(self, path: str) -> None:
-        from safetensors import safe_open
-
-        folder = Path(path)
-        index = folder / "model.safetensors.index.json"
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
-        self._path = path
-        self._files = [safe_open(folder / file, framework="pt") for file in files or ["model.safetensors"]]
-        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 (not a dict)
-
-    def read_into_(self, out: Tensor, name: str) -> None:
-        """Copies a tensor over `out`, cast to its dtype; zeros where a value head (score.*) is not there."""
-        if name not in self._where and name.startswith("score."):
-            out.zero_()
-            return
-        if name not in self._where:
-            raise UserError(
-                f"the model's weights lack {name}; {self._path}; found {len(self._where)} tensors without it; "
-                "download or save the model again"
-            )
-        tensor = self._where[name].get_tensor(name)
-        if tensor.shape != out.shape:
-            raise UserError(
-                f"a weight's shape differs from config.json; {name} in {self._path}; found {tuple(tensor.shape)}, "
-                f"expected {tuple(out.shape)}; use the config.json that belongs to these weights"
-            )
-        out.copy_(tensor)
-        if not bool(torch.isfinite(out).all()):
-            raise UserError(
-                f"the model's weights hold NaN or infinity; {name} in {self._path}; found "
-                f"{int((~torch.isfinite(out)).sum())} such values; use weights that were saved whole"
-            )
+def read_weight_(folder: SafetensorsFolder, out: Tensor, name: str) -> None:
+    """Copies a tensor over `out`, cast to its dtype; zeros where a value head (score.*) is not there."""
+    if name not in folder.files and name.startswith("score."):
+        out.zero_()
+        return
+    tensor = folder.read(name)
+    assert tensor.shape == out.shape, f"{name} is {tuple(tensor.shape)}, not {tuple(out.shape)}"  # `check_weights`
+    out.copy_(tensor)
+    if not bool(torch.isfinite(out).all()):
+        raise UserError(
+            f"the model's weights hold NaN or infinity; {name} in {folder.path}; found "
+            f"{int((~torch.isfinite(out)).sum())} such values; use weights that were saved whole"
+        )

@@ -8,7 +8,6 @@ exchanges pickled plans: this one streams, holds no collective, and so may run i
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Mapping
 from functools import cache
@@ -23,9 +22,8 @@ from torch.distributed.tensor import DTensor
 from lib.dist import World
 from lib.errors import DamagedCheckpoint, UserError
 from lib.fsdp import reshard
+from lib.whole_tensors import write_safetensors
 
-CHUNK = 2**26  # bytes that a write brings from the GPU at once
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.int64: "I64"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Pieces = dict[str, tuple[Tensor, tuple[int, ...]]]
@@ -80,23 +78,10 @@ def on_host(pieces: Pieces) -> Pieces:
 
 def write_pieces(path: Path, pieces: Pieces) -> None:
     """Writes a safetensors file and brings it to the disk; host memory grows by a chunk. Raises OSError."""
-    header, begin = {}, 0
-    for name, (local, _) in pieces.items():
-        end = begin + local.nbytes
-        header[name] = {"dtype": DTYPES[local.dtype], "shape": list(local.shape), "data_offsets": [begin, end]}
-        begin = end
+    tensors = {name: (local.dtype, tuple(local.shape)) for name, (local, _) in pieces.items()}
     sharding = {name: {"saved_offsets": offsets} for name, (_, offsets) in pieces.items()}
-    about = {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0", "format": "pt"}
-    text = json.dumps({"__metadata__": about, **header}).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for local, _ in pieces.values():
-            flat = local.detach().contiguous().view(-1).view(torch.uint8)
-            for part in flat.split(CHUNK):
-                file.write(part.cpu().numpy())
-        file.flush()
-        os.fsync(file.fileno())
+    about = {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0"}
+    write_safetensors(path, tensors, (local for local, _ in pieces.values()), about)
 
 
 def _like(tensor: Tensor, parameter: Tensor) -> Tensor:

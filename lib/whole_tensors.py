@@ -6,17 +6,20 @@ DCP_SHARDING_INFO says at which offsets of the whole tensor a piece belongs.
 
 import json
 import math
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lib.errors import DamagedCheckpoint, UserError
-from lib.weight_files import Shape
+from lib.weight_files import DOWNLOAD_AGAIN, Shape, iter_weight_files
 
+CHUNK = 2**26  # bytes that a write brings from the GPU at once
 ANOTHER = "use another checkpoint of the run, or copy this one again"
 
 
@@ -164,6 +167,37 @@ def _piece(file, tensors, name: str, offsets: dict) -> Piece:
     )
 
 
+# ---- The format ----
+
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""The safetensors format's names of what torch calls its dtypes."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class SafetensorsFolder:
+    """The tensors of a Hugging Face folder, one file or many, read one at a time. Raises UserError."""
+
+    def __init__(self, path: str | Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        self.files: dict[str, Path] = {}
+        for file, _ in iter_weight_files(Path(path)):
+            try:
+                with safe_open(file, framework="pt") as tensors:
+                    self.files |= dict.fromkeys(tensors.keys(), file)
+            except SafetensorError as error:
+                raise UserError(f"not a whole safetensors file; {file}; found {error}; {DOWNLOAD_AGAIN}") from error
+
+    def read(self, name: str) -> Tensor:
+        """One tensor as it was saved."""
+        return _read_tensor(self.files[name], name)
+
+
 def _read_tensor(file: Path, name: str) -> Tensor:
     """Opens the file anew: it is mapped into memory, and what was read stays resident until it is closed."""
     from safetensors import safe_open
@@ -172,8 +206,22 @@ def _read_tensor(file: Path, name: str) -> Tensor:
         return tensors.get_tensor(name)
 
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-"""The safetensors format's names of what torch calls its dtypes."""
+def write_safetensors(
+    file: Path, tensors: Mapping[str, tuple[torch.dtype, Shape]], numbers: Iterable[Tensor], about: Mapping[str, str]
+) -> None:
+    """8 bytes of little-endian header length, a JSON header, then `numbers`, one tensor for each of `tensors`, written
+    as they come and brought to the disk: the format's own library would want all of them in memory. Raises OSError."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    with open(file, "xb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for tensor in numbers:
+            for part in tensor.detach().contiguous().view(-1).view(torch.uint8).split(CHUNK):
+                stream.write(part.cpu().numpy())
+        stream.flush()
+        os.fsync(stream.fileno())
