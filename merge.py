@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from lib.checkpoint_files import MANIFEST, check, verify
+from lib.checkpoint_files import MANIFEST, verify
 from lib.config import parse_cli, reporting_errors
 from lib.errors import DamagedCheckpoint, LockstepError, UserError, check_fields
 from lib.export import check_target, check_tensors, compare_folders, expected_tensors, export, new_folder
@@ -141,7 +141,7 @@ def read_checkpoint(checkpoint: Path, *, skip_verify: bool) -> Shards:
                 "copy it along, or merge unverified files with --skip-verify"
             )
         needed = (f"{checkpoint.name}/model/", f"{checkpoint.name}/huggingface/")
-        verify(step, [name for name in check(step, below=needed).files if name.startswith(needed)], below=needed)
+        verify(step, below=needed)
     return read_shards(checkpoint / "model")
 
 

@@ -189,12 +189,12 @@ def publish(
         stray = set(_names(staging)) - entries.keys()
         assert not stray, f"files of the checkpoint without a hash: {sorted(stray)}"
         for name in entries:
-            _fsync(staging / name)
+            fsync(staging / name)
         _write_synced(staging / MANIFEST, _encode(manifest))
         for folder, _, _ in os.walk(staging, topdown=False):
-            _fsync(folder)
+            fsync(folder)
         staging.rename(final)
-        _fsync(final.parent)
+        fsync(final.parent)
     check(final)
     hint = final.with_name(f".tmp-{LATEST}-{secrets.token_hex(4)}")
     with suppress(OSError):  # nothing depends on it, and the checkpoint is published
@@ -209,7 +209,7 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _fsync(path: Path | str) -> None:
+def fsync(path: Path | str) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -293,7 +293,9 @@ def verify(folder: Path, names: Iterable[str] | None = None, *, below: tuple[str
     Ranks divide the work by `names=share(check(folder).files, rank, size)`. Raises as `check` does.
     """
     manifest = check(folder, below=below)
-    for name, found in hash_files(folder, manifest.files if names is None else names).items():
+    if names is None:
+        names = [name for name in manifest.files if name.startswith(below)]
+    for name, found in hash_files(folder, names).items():
         if found != manifest.files[name]:
             raise DamagedCheckpoint(
                 f"a file was changed after it was written; {folder / name}; found SHA-256 {found.hash[:16]}..., "
@@ -422,7 +424,7 @@ def _drop_optimizer(found: Found, run_dir: Path) -> list[str]:
         try:
             _write_synced(temporary, _encode(replace(found.manifest, files=files)))
             temporary.replace(found.path / MANIFEST)
-            _fsync(found.path)
+            fsync(found.path)
         except OSError as error:
             return [f"cannot drop the optimizer's state of {found.path}: {error.strerror}"]
     return [warning for folder in folders for warning in _delete(folder, run_dir)]
@@ -432,7 +434,7 @@ def _delete(path: Path, run_dir: Path) -> list[str]:
     trash = run_dir / f".trash-{path.name}-{secrets.token_hex(4)}"
     try:
         path.rename(trash)
-        _fsync(run_dir)
+        fsync(run_dir)
     except OSError as error:
         return [f"cannot delete {path}: {error.strerror}"]
     return _remove(trash)

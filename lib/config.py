@@ -1,4 +1,4 @@
-"""From the command line to a frozen config, from a config to JSON, and the batch sizes in words.
+"""From the command line to a frozen config, and from a config to JSON.
 
 A config is a frozen, keyword-only dataclass made of other such dataclasses; the docstring under a field is its --help
 text. Recipes and scripts call `main(parse_cli(config))`; `main` runs its body inside `reporting_errors`, and a config
@@ -413,63 +413,17 @@ def config_hash(config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# ---- Batch sizes in words ----
+# ---- Numbers for messages ----
 
 
-def nearest_divisors(total: int, wanted: int, *, multiple_of: int = 1, count: int = 3) -> list[int]:
+def nearest_divisors(total: int, wanted: int, *, count: int = 3) -> list[int]:
     """Up to `count` divisors of `total` nearest to `wanted`, ascending: 128, 96 -> [32, 64, 128]."""
     small = [d for d in range(1, math.isqrt(total) + 1) if total % d == 0]
-    divisors = [d for d in sorted({*small, *(total // d for d in small)}) if d % multiple_of == 0]
+    divisors = sorted({*small, *(total // d for d in small)})
     return sorted(sorted(divisors, key=lambda d: abs(d - wanted))[:count])
-
-
-def nearest_multiples(unit: int, wanted: int) -> list[int]:
-    """The positive multiples of `unit` on either side of `wanted`: 3, 16 -> [15, 18]."""
-    below = wanted // unit * unit
-    return [multiple for multiple in (below, below + unit) if multiple > 0]
 
 
 def either(values: Sequence[Any]) -> str:
     """[32, 64, 128] as "32, 64 or 128"."""
     words = [str(value) for value in values]
     return " or ".join(part for part in (", ".join(words[:-1]), words[-1]) if part) if words else "none"
-
-
-def batch_ladder(
-    *,
-    prompts_per_step: int,
-    n: int,
-    mini_batch_size: int,
-    update_epochs: int,
-    num_ranks: int,
-    num_replicas: int,
-    max_tokens_per_gpu: int,
-    max_len: int,
-    num_steps: int,
-    num_prompts: int,
-) -> str:
-    """The batch sizes that follow from the config, in words, four lines.
-
-    `num_replicas`: ranks / tensor-parallel size; `max_len`: longest prompt + response, tokens; `num_prompts`: rows of
-    the training data after filtering. A micro-batch closes only when the next row does not fit, so it holds at least
-    max_tokens_per_gpu // max_len rows.
-    """
-    responses = prompts_per_step * n
-    mini_batches = responses // mini_batch_size
-    rows = math.ceil(mini_batch_size / num_ranks)
-    most = math.ceil(rows / max(1, max_tokens_per_gpu // max_len))
-    epochs = num_steps * prompts_per_step / num_prompts
-    return "\n".join(
-        (
-            f"step         {prompts_per_step} prompts x {n} samples = {responses} responses; "
-            f"{prompts_per_step / num_replicas:g} prompts on each of {num_replicas} engine(s), "
-            f"{responses / num_ranks:g} responses on each of {num_ranks} rank(s)",
-            f"update       {mini_batches} mini-batch(es) of {mini_batch_size} responses x {update_epochs} epoch(s) = "
-            f"{mini_batches * update_epochs} optimizer step(s) per rollout",
-            f"mini-batch   about {mini_batch_size / num_ranks:g} responses a rank in "
-            f"{'1 to about ' * (most > 1)}{most} micro-batch(es) of at most {max_tokens_per_gpu} tokens "
-            f"(a response and its prompt: at most {max_len})",
-            f"run          {num_steps} steps = {num_steps * mini_batches * update_epochs} optimizer steps; "
-            f"{num_steps * prompts_per_step} prompts = {epochs:.3g} epochs of {num_prompts}",
-        )
-    )

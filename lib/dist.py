@@ -107,11 +107,6 @@ SINGLE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 """A world of one rank on the CPU, for pure functions and their tests."""
 
 
-def env_rank() -> int:
-    """This process's rank as torchrun set it; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
-
-
 @cache
 def init_distributed() -> World:
     """Joins the process group that torchrun described; without torchrun, a group of one rank. Once: later calls give

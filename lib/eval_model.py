@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.checkpoint_files import FileEntry, find_checkpoints, hash_files, share, verify
+from lib.checkpoint_files import FileEntry, check, find_checkpoints, hash_files, share, verify
 from lib.data import DataFiles, Prompts, load_tokenizer, stop_token_ids, tokenize
 from lib.dist import World
 from lib.errors import DamagedCheckpoint, UserError, WeightSyncError
@@ -91,14 +91,14 @@ def _verify(actor: Path, world: World) -> dict[str, str]:
 
     needed = ("actor/model/", "actor/huggingface/")
 
-    def check() -> dict[str, str]:
-        manifest = verify(actor.parent, [], below=needed)
+    def run() -> dict[str, str]:
+        manifest = check(actor.parent, below=needed)
         wanted = {name: entry for name, entry in manifest.files.items() if name.startswith(needed)}
         verify(actor.parent, share(wanted, world.rank, world.size), below=needed)
         is_ours = {name for name in wanted if name.startswith("actor/model/") or name.endswith("/config.json")}
         return {name: wanted[name].hash for name in is_ours}
 
-    return world.agree(check)
+    return world.agree(run)
 
 
 def _hash_folder(folder: Path, world: World) -> dict[str, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lib.checkpoint_files import fsync
 from lib.errors import DamagedCheckpoint, UserError
 from lib.weight_files import Shape, listing, read_json
 from lib.whole_tensors import ANOTHER, SafetensorsFolder, Shards, write_safetensors
@@ -222,7 +223,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             target.rename(old)
         staging.rename(target)
-        _sync(target.parent)
+        fsync(target.parent)
     except BaseException as error:
         if old.exists() and not target.exists():
             old.rename(target)
@@ -236,14 +237,6 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- Comparison ----

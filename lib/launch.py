@@ -3,9 +3,10 @@
 What the scripts do first, in this order: `check_input`, `try_reward`, `load_prompts`, `check_same_prompts`, `describe`.
 """
 
+import math
 from typing import Any
 
-from lib.config import batch_ladder, config_hash, either, nearest_divisors
+from lib.config import config_hash, either, nearest_divisors
 from lib.critic import CriticConfig
 from lib.data import DataFiles, Prompts, check_data_files, load_tokenizer, stop_token_ids, tokenize
 from lib.dist import World
@@ -127,24 +128,36 @@ def check_same_prompts(train_set: Prompts, val_set: Prompts, world: World) -> No
         )
 
 
+def batch_ladder(cfg: TrainConfig, num_ranks: int, *, num_steps: int, num_prompts: int) -> str:
+    """The batch sizes that follow from the config, in words, four lines. `num_prompts`: after filtering.
+
+    A micro-batch closes only when the next row does not fit, so it holds at least max_tokens_per_gpu // max_len rows.
+    """
+    prompts, size, epochs, budget = cfg.prompts_per_step, cfg.mini_batch_size, cfg.update_epochs, cfg.max_tokens_per_gpu
+    responses, num_replicas = prompts * cfg.rollout.n, num_ranks // cfg.rollout.tensor_model_parallel_size
+    num_updates = responses // size * epochs
+    max_len = cfg.data.max_prompt_len + cfg.rollout.max_response_len
+    most = math.ceil(math.ceil(size / num_ranks) / max(1, budget // max_len))
+    return (
+        f"step         {prompts} prompts x {cfg.rollout.n} samples = {responses} responses; "
+        f"{prompts / num_replicas:g} prompts on each of {num_replicas} engine(s), "
+        f"{responses / num_ranks:g} responses on each of {num_ranks} rank(s)\n"
+        f"update       {responses // size} mini-batch(es) of {size} responses x {epochs} epoch(s) = "
+        f"{num_updates} optimizer step(s) per rollout\n"
+        f"mini-batch   about {size / num_ranks:g} responses a rank in {'1 to about ' * (most > 1)}{most} "
+        f"micro-batch(es) of at most {budget} tokens (a response and its prompt: at most {max_len})\n"
+        f"run          {num_steps} steps = {num_steps * num_updates} optimizer steps; {num_steps * prompts} prompts = "
+        f"{num_steps * prompts / num_prompts:.3g} epochs of {num_prompts}"
+    )
+
+
 def describe(
     cfg: TrainConfig, world: World, model_files: ModelFiles, train_set: Prompts, val_set: Prompts, *, num_steps: int
 ) -> str:
     """What the run is about to do, in words, with every batch size that follows from the config."""
     dropped = f", {train_set.num_filtered} dropped as too long" if train_set.num_filtered else ""
     shortened = f", {train_set.num_truncated} shortened" if train_set.num_truncated else ""
-    ladder = batch_ladder(
-        prompts_per_step=cfg.prompts_per_step,
-        n=cfg.rollout.n,
-        mini_batch_size=cfg.mini_batch_size,
-        update_epochs=cfg.update_epochs,
-        num_ranks=world.size,
-        num_replicas=world.size // cfg.rollout.tensor_model_parallel_size,
-        max_tokens_per_gpu=cfg.max_tokens_per_gpu,
-        max_len=cfg.data.max_prompt_len + cfg.rollout.max_response_len,
-        num_steps=num_steps,
-        num_prompts=len(train_set),
-    )
+    ladder = batch_ladder(cfg, world.size, num_steps=num_steps, num_prompts=len(train_set))
     filtering = f"\ngroups       {cfg.filter_groups.in_words(cfg.prompts_per_step)}" if cfg.filter_groups.enable else ""
     partial = (
         f"\npartial      a step ends when {cfg.rollout.partial_share:.3g} of its responses have; the others go on for "

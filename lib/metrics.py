@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lib.critic_loss import explained_variance
 from lib.dist import World
+from lib.model_files import head_dim, num_kv_heads
 from lib.shaping import response_rewards
 from lib.types import Batch
 
@@ -247,11 +248,7 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "L40": 181e12,
     "L20": 119.5e12,
-    "MI300X": 1307e12,
-    "MI350X": 2300e12,
-    "MI355X": 2500e12,
 }
-DENSE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -260,8 +257,8 @@ def peak_flops(device_name: str) -> float | None:
     return next(matches, None)
 
 
-def flops_forward(config: Mapping[str, Any], seq_lens: Sequence[int], response_lens: Sequence[int]) -> float | None:
-    """FLOPs of one forward pass over packed sequences, None for a model type that is not known to fit the formula.
+def flops_forward(config: Mapping[str, Any], seq_lens: Sequence[int], response_lens: Sequence[int]) -> float:
+    """FLOPs of one forward pass over packed sequences of one of `ARCHITECTURES`.
 
     `config` is a Hugging Face config as a dict; `seq_lens` counts prompt and response tokens. A matrix product with P
     parameters costs 2P per token (one multiplication, one addition). With hidden size h, L layers, H query heads and K
@@ -276,15 +273,12 @@ def flops_forward(config: Mapping[str, Any], seq_lens: Sequence[int], response_l
     embeddings and softmax are not counted. A backward pass costs twice as much; recomputation and padding are overhead,
     not work, so they do not count.
     """
-    if config.get("model_type") not in DENSE_MODEL_TYPES:
-        return None
     hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    attention = 2 * hidden * heads * head_dim + 2 * hidden * config["num_key_value_heads"] * head_dim
+    attention = 2 * hidden * (heads + num_kv_heads(config)) * head_dim(config)
     block_params = layers * (attention + 3 * hidden * config["intermediate_size"])
     return float(
         2 * block_params * sum(seq_lens)
-        + 2 * layers * heads * head_dim * sum(length * length for length in seq_lens)
+        + 2 * layers * heads * head_dim(config) * sum(length * length for length in seq_lens)
         + 2 * config["vocab_size"] * hidden * sum(response_lens)
     )
 
@@ -301,14 +295,14 @@ def perf_metrics(
     """perf/* and timing_per_token_ms/* of a step, from this rank's rows and the reduced timing_s/* of all ranks.
 
     `engine_bytes` are counted by torch's allocator for the engine though they are unmapped while it sleeps; the peaks
-    leave them out. `timings` must have timing_s/step. MFU is absent where the GPU or the model type is unknown.
+    leave them out. `timings` must have timing_s/step. MFU is absent where the GPU is unknown.
     Executed by all ranks.
     """
     lens, response_lens = batch.total_lens.tolist(), batch.response_lens.tolist()
     flops = flops_forward(model_config, lens, response_lens)
     on_gpu = world.device.type == "cuda"
     peak = peak_flops(torch.cuda.get_device_name(world.device)) if on_gpu else None
-    mine = {"tokens": sum(lens), "responses": sum(response_lens), "flops": flops or 0.0, "cpu": _node_memory_used()}
+    mine = {"tokens": sum(lens), "responses": sum(response_lens), "flops": flops, "cpu": _node_memory_used()}
     if on_gpu:
         mine["allocated"] = torch.cuda.max_memory_allocated(world.device) - engine_bytes
         mine["reserved"] = torch.cuda.max_memory_reserved(world.device) - engine_bytes

@@ -6,6 +6,7 @@ Reads JSON files and the first bytes of the weights; never a tensor (NaN and inf
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,22 +128,22 @@ def critic_shapes(config: dict[str, Any]) -> dict[str, Shape]:
 def _decoder_shapes(config: dict[str, Any]) -> dict[str, Shape]:
     kind = config["model_type"]
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    kv_heads, head_dim = num_kv_heads(config), config.get("head_dim") or _default_head_dim(config)
+    kv_heads, dim = num_kv_heads(config), head_dim(config)
     output_bias = kind in ("qwen3", "llama") and config.get("attention_bias", False)
     attention_bias = output_bias or kind == "qwen2"
     mlp_bias = kind == "llama" and config.get("mlp_bias", False)
     linears = {  # (out, in), has a bias
-        "self_attn.q_proj": ((heads * head_dim, hidden), attention_bias),
-        "self_attn.k_proj": ((kv_heads * head_dim, hidden), attention_bias),
-        "self_attn.v_proj": ((kv_heads * head_dim, hidden), attention_bias),
-        "self_attn.o_proj": ((hidden, heads * head_dim), output_bias),
+        "self_attn.q_proj": ((heads * dim, hidden), attention_bias),
+        "self_attn.k_proj": ((kv_heads * dim, hidden), attention_bias),
+        "self_attn.v_proj": ((kv_heads * dim, hidden), attention_bias),
+        "self_attn.o_proj": ((hidden, heads * dim), output_bias),
         "mlp.gate_proj": ((inner, hidden), mlp_bias),
         "mlp.up_proj": ((inner, hidden), mlp_bias),
         "mlp.down_proj": ((hidden, inner), mlp_bias),
     }
     layer: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
     if kind == "qwen3":
-        layer |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
     for name, (shape, has_bias) in linears.items():
         layer[f"{name}.weight"] = shape
         if has_bias:
@@ -156,13 +157,15 @@ def _decoder_shapes(config: dict[str, Any]) -> dict[str, Shape]:
     return shapes
 
 
-def num_kv_heads(config: dict[str, Any]) -> int:
+def num_kv_heads(config: Mapping[str, Any]) -> int:
     """Heads of keys and values, by config.json or its architecture's default."""
     return config.get("num_key_value_heads") or config["num_attention_heads"]
 
 
-def _default_head_dim(config: dict[str, Any]) -> int:
-    return 128 if config["model_type"] == "qwen3" else config["hidden_size"] // config["num_attention_heads"]
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Numbers of one head, by config.json or its architecture's default."""
+    default = 128 if config["model_type"] == "qwen3" else config["hidden_size"] // config["num_attention_heads"]
+    return config.get("head_dim") or default
 
 
 # ---- The folder ----

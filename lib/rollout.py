@@ -158,7 +158,7 @@ class RolloutEngine:
         self, cfg: RolloutConfig, model_path: str, *, dtype: str, max_prompt_len: int, most_responses: int,
         stop_token_ids: list[int], world: World, seed: int,
     ) -> None:  # fmt: skip
-        """Builds the engine with dummy weights, on an empty GPU, and puts it to sleep.
+        """Builds the engine with dummy weights, on an empty GPU; it is awake then.
 
         `most_responses`, that a call asks of all replicas, bounds those in flight where the config leaves that open.
         Executed by all ranks together: the size of the KV cache is agreed among them. Raises UserError when the GPU
@@ -214,18 +214,14 @@ class RolloutEngine:
         """The engine's own parameters, as it lays them out on this rank (views, not copies)."""
         return {name: p.data for name, p in self.model.named_parameters()}
 
-    def buffers(self) -> dict[str, Tensor]:
-        """The engine's buffers (rotary tables): not part of a checkpoint, but lost in a deep sleep if unlucky."""
-        return dict(self.model.named_buffers())
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Copies full tensors with Hugging Face names into the engine; gives the engine's names that were written.
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies full tensors with Hugging Face names into the engine.
 
         Every rank of a replica passes full tensors and keeps its own slice.
         """
         assert "weights" in self._awake, "the engine's weights are asleep: wake('weights') first"
         with torch.no_grad():
-            return set(self.model.load_weights(weights))
+            self.model.load_weights(weights)
 
     def wake(self, tag: Literal["weights", "kv_cache"]) -> None:
         """Maps the engine's memory again; what it holds is garbage until weights are synchronised."""

@@ -177,13 +177,10 @@ class WeightSync:
     def load(self) -> None:
         """Writes every weight of the policy into the engine through vLLM's loader, in the engine's precision.
 
-        The engine's weights must be awake. Raises WeightSyncError when the engine reports that a parameter was not
-        written.
+        The engine's weights must be awake. `verify` finds a parameter that was not written: it holds random numbers.
         """
         dtype = next(self.engine.model.parameters()).dtype
-        written = self.engine.load_weights(iter_full_tensors(self.policy, dtype))
-        missing = set(self.engine.parameters()) - written
-        self.engine.world.agree(lambda: _refuse_missing(missing))
+        self.engine.load_weights(iter_full_tensors(self.policy, dtype))
 
     def verify(self, names: list[str] | None = None) -> int:
         """The number of engine parameters whose bits were proved equal to the policy's; of all when names is None.
@@ -209,14 +206,6 @@ class WeightSync:
 def _part(piece: Piece, source: Tensor, place: Tensor) -> Tensor:
     """What of a whole tensor fills this place."""
     return source.narrow(piece.dim, piece.start, place.shape[piece.dim])
-
-
-def _refuse_missing(missing: set[str]) -> None:
-    if missing:
-        raise WeightSyncError(
-            f"the weight sync did not reach {len(missing)} engine parameters; the first is {min(missing)}; "
-            "its architecture is laid out in a way this version does not know; please report the model's config.json"
-        )
 
 
 def _cut(piece: Piece, sources: dict[str, Tensor], like: Tensor) -> Tensor:

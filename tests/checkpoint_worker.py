@@ -24,6 +24,7 @@ from lib.fsdp import iter_full_tensors, load_policy, offload, onload
 from lib.kl import KLController, KLRewardConfig
 from lib.model_files import check_model_files
 from lib.optim import OptimConfig, build_optimizer, optimizer_step, set_lr_
+from lib.parquet import rows_from_dicts
 from lib.resume import find_resume
 from lib.rollout import RolloutConfig
 from lib.sampling import Collector
@@ -38,15 +39,17 @@ NUM_PROMPTS = 10
 
 
 def make_prompts():
-    rows = [
-        {
-            "prompt": [],
-            "data_source": "test",
-            "reward_model": {"style": "rule", "ground_truth": place},
-            "extra_info": {},
-        }
-        for place in range(NUM_PROMPTS)
-    ]
+    rows = rows_from_dicts(
+        [
+            {
+                "prompt": [{"role": "user", "content": "x"}],
+                "data_source": "test",
+                "reward_model": {"style": "rule", "ground_truth": place},
+            }
+            for place in range(NUM_PROMPTS)
+        ],
+        "test",
+    )
     ids = [np.arange(1 + place, dtype=np.int32) for place in range(NUM_PROMPTS)]
     return Prompts(
         rows=rows, kept=list(range(NUM_PROMPTS)), token_ids=ids, num_filtered=0, num_truncated=0, longest=NUM_PROMPTS,

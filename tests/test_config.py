@@ -15,11 +15,9 @@ import pytest
 from lib.config import (
     REQUIRED,
     JsonObject,
-    batch_ladder,
     config_hash,
     either,
     nearest_divisors,
-    nearest_multiples,
     option_names,
     parse_args,
     parse_cli,
@@ -347,25 +345,21 @@ def test_equal_configs_hash_alike_and_others_do_not() -> None:
 
 def test_nearest_divisors_and_multiples() -> None:
     assert nearest_divisors(128, 96) == [32, 64, 128]
-    assert nearest_divisors(12, 5, multiple_of=2) == [2, 4, 6]
-    assert nearest_divisors(7, 3, multiple_of=2) == []
-    assert nearest_multiples(3, 16) == [15, 18] and nearest_multiples(4, 3) == [4]
     assert [either(v) for v in ([], [1], [1, 2], [32, 64, 128])] == ["none", "1", "1 or 2", "32, 64 or 128"]
 
 
 def test_the_batch_ladder_counts_as_by_hand() -> None:
-    text = batch_ladder(
-        prompts_per_step=16,
-        n=8,
-        mini_batch_size=32,
-        update_epochs=2,
-        num_ranks=4,
-        num_replicas=2,
-        max_tokens_per_gpu=3500,
-        max_len=1000,
-        num_steps=100,
-        num_prompts=3200,
-    )
+    from lib.data import DataConfig
+    from lib.launch import batch_ladder
+    from lib.rollout import RolloutConfig
+    from lib.train_config import TrainConfig
+
+    cfg = TrainConfig(
+        prompts_per_step=16, mini_batch_size=32, update_epochs=2, max_tokens_per_gpu=3500,
+        data=DataConfig(max_prompt_len=400),
+        rollout=RolloutConfig(n=8, max_response_len=600, tensor_model_parallel_size=2),
+    )  # fmt: skip
+    text = batch_ladder(cfg, 4, num_steps=100, num_prompts=3200)
     assert "16 prompts x 8 samples = 128 responses" in text
     assert "8 prompts on each of 2" in text and "32 responses on each of 4" in text
     assert "4 mini-batch(es) of 32 responses x 2 epoch(s) = 8 optimizer step(s)" in text

@@ -255,8 +255,11 @@ def test_flops_equal_what_torch_counts(model_type):
     assert flops_forward(config.to_dict(), lens, response_lens) == counted - masked_half - rotary
 
 
-def test_flops_of_an_unknown_architecture_are_unknown():
-    assert flops_forward({**QWEN3, "model_type": "qwen3_moe"}, [5], [2]) is None
+@pytest.mark.parametrize("absent", [{}, {"num_key_value_heads": None}])
+def test_flops_of_a_config_that_leaves_the_key_value_heads_out_are_those_of_as_many_heads(absent):
+    config = {name: value for name, value in QWEN3.items() if name != "num_key_value_heads"} | absent
+    whole = QWEN3 | {"num_key_value_heads": QWEN3["num_attention_heads"]}
+    assert flops_forward(config, [5], [2]) == flops_forward(whole, [5], [2])
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,8 @@ def score_all(cfg: RewardConfig, texts: list[str], *, log_path: Path | None = No
         return [scored.score for scored in scorer.collect()]
 
 
-def rows(*truths: object, source: str = "mine") -> dict[str, dict]:
-    row = {"data_source": source, "extra_info": {}}
-    return {f"file row {i}": {**row, "reward_model": {"ground_truth": truth}} for i, truth in enumerate(truths)}
+def rows(*truths: object, source: str = "mine") -> dict[str, Sample]:
+    return {f"file row {i}": make_rollout(i, source=source, truth=truth).sample for i, truth in enumerate(truths)}
 
 
 # ---- What comes back ----
