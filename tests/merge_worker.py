@@ -42,7 +42,7 @@ def numbers_of(model):
     packed = (ids, positions[None], torch.tensor([0, len(IDS)], dtype=torch.int32), len(IDS))
     if isinstance(model, CausalPolicy):
         return model(*packed, positions[:-1], ids[0, 1:], 1.0, "none")[0]
-    return model(*packed, positions)
+    return model(*packed, positions).squeeze(-1)
 
 
 def write_lockstep(folder, out, world):
