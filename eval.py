@@ -83,10 +83,14 @@ class EvalScriptConfig:
                 f"--rollout.n {self.rollout.n} with --rollout.temperature 0; greedy responses to one prompt are all "
                 "the same; expected a temperature above 0; set --rollout.temperature 1.0, or --rollout.n 1"
             )
-        if self.rollout.log_probs or self.rollout.sleep or self.model.gradient_checkpointing is not None:
+        default = RolloutConfig(log_probs=False, sleep=False)
+        names = ("log_probs", "sleep", "partial_share", "max_continued", "max_log_probs_diff")
+        chosen = [f"--rollout.{name}" for name in names if getattr(self.rollout, name) != getattr(default, name)]
+        chosen += ["--model.gradient-checkpointing"] * (self.model.gradient_checkpointing is not None)
+        if chosen:
             raise UserError(
-                "an option that only training has; --rollout.log-probs, --rollout.sleep, "
-                "--model.gradient-checkpointing; found one of them set; leave it out"
+                f"an option that only training has; {', '.join(chosen).replace('_', '-')}; found it set, expected it "
+                "left out; leave it out"
             )
 
 

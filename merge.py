@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from lib.checkpoint_files import MANIFEST, verify
-from lib.config import parse_cli, reporting_errors
+from lib.config import parse_cli, reporting_errors, resolve_path
 from lib.errors import DamagedCheckpoint, LockstepError, UserError, check_fields
 from lib.export import check_target, check_tensors, compare_folders, expected_tensors, export, new_folder
 from lib.verl_shards import is_verl, read_verl_shards
@@ -72,9 +72,9 @@ def merge(cfg: MergeConfig) -> None:
     checkpoint = find_model(cfg.local_dir)
     if not cfg.target_dir.strip():
         raise UserError("no folder to write to; --target-dir; found nothing, expected a folder; add --target-dir DIR")
-    target = Path(cfg.target_dir).expanduser().resolve()
+    target = resolve_path(cfg.target_dir, "--target-dir").resolve()
     check_target(target, checkpoint, force=cfg.force)
-    if cfg.test_hf_dir is not None and not Path(cfg.test_hf_dir).is_dir():
+    if cfg.test_hf_dir is not None and not resolve_path(cfg.test_hf_dir, "--test-hf-dir").is_dir():
         raise UserError(
             f"no such folder; --test-hf-dir {cfg.test_hf_dir}; found nothing, expected a model's folder; check the path"
         )
@@ -92,7 +92,7 @@ def merge(cfg: MergeConfig) -> None:
         )  # fmt: skip
     print(f"{target}: {written}")
     if cfg.test_hf_dir is not None:
-        compare(target, Path(cfg.test_hf_dir), frozenset(expected.tied))
+        compare(target, resolve_path(cfg.test_hf_dir, "--test-hf-dir"), frozenset(expected.tied))
     if cfg.upload is not None:
         upload(target, cfg.upload, private=cfg.private)
 
@@ -103,7 +103,7 @@ def find_model(local_dir: str) -> Path:
         raise UserError(
             "no checkpoint is given; --local-dir; found nothing, expected RUN/global_step_N/actor; add --local-dir DIR"
         )
-    folder = Path(local_dir).expanduser().resolve()
+    folder = resolve_path(local_dir, "--local-dir").resolve()
     if not folder.is_dir():
         raise UserError(f"no such folder; --local-dir {local_dir}; found nothing, expected a folder; check the path")
     if not (folder / "model").is_dir() and not is_verl(folder):

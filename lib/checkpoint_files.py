@@ -318,17 +318,17 @@ def share(files: Mapping[str, FileEntry], rank: int, size: int) -> list[str]:
     return mine
 
 
-def find_checkpoints(run_dir: Path) -> list[Found]:
+def find_checkpoints(run_dir: Path, *, below: tuple[str, ...] = ("",)) -> list[Found]:
     """All folders RUN/global_step_N, newest step first, each after `check`. Raises UserError without permission."""
     with disk_errors(run_dir):
         names = os.listdir(run_dir) if run_dir.exists() else []
     steps = sorted((int(match[1]) for match in map(STEP_FOLDER.fullmatch, names) if match), reverse=True)
-    return [_find(checkpoint_path(run_dir, step), step) for step in steps]
+    return [_find(checkpoint_path(run_dir, step), step, below) for step in steps]
 
 
-def _find(path: Path, step: int) -> Found:
+def _find(path: Path, step: int, below: tuple[str, ...]) -> Found:
     try:
-        return Found(step=step, path=path, manifest=check(path), problem=None)
+        return Found(step=step, path=path, manifest=check(path, below=below), problem=None)
     except LockstepError as error:
         return Found(step=step, path=path, manifest=None, problem=str(error))
 

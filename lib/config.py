@@ -413,7 +413,22 @@ def config_hash(config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# ---- Numbers for messages ----
+# ---- Paths and numbers ----
+
+
+def resolve_path(path: str, option: str) -> Path:
+    """The absolute path that an option names, `~` expanded, whether or not it is there.
+
+    Raises UserError where it cannot even be looked at: too long, no permission on the way, no such home.
+    """
+    try:
+        absolute = Path(path).expanduser().absolute()
+        absolute.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return absolute
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"{option} cannot be opened; {path}; found {error}; give another path") from error
+    return absolute
 
 
 def nearest_divisors(total: int, wanted: int, *, count: int = 3) -> list[int]:

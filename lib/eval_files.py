@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lib.config import JsonObject
+from lib.config import JsonObject, resolve_path
 from lib.data import DataConfig
 from lib.dist import World
 from lib.errors import UserError, check_fields
@@ -177,18 +177,12 @@ class Parts:
                     f"a node does not see the folder of finished responses; {self.folder}; found nothing on rank "
                     f"{self.world.rank}, expected rank 0's files; put --output on a disk that all nodes share"
                 )
-            file = (self.folder / f"rank_{self.world.rank}.jsonl").open("a+b", buffering=0)
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = _locked(self.folder / f"rank_{self.world.rank}.jsonl")
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
             if file.read(1) not in (b"", b"\n"):
                 file.write(b"\n")  # the last line was cut short; the next one begins anew
             return file
-        except BlockingIOError:
-            raise UserError(
-                f"another evaluation writes here; {self.folder}; found a lock on rank_{self.world.rank}.jsonl; "
-                "expected none; wait for it or end it, or choose another --output"
-            ) from None
         except OSError as error:
             raise cannot_write(self.folder, error) from None
 
@@ -262,11 +256,27 @@ def _check_state(folder: Path, state: dict[str, Any], *, overwrite: bool) -> boo
 def _start(folder: Path, state: str, *, keep: bool) -> None:
     try:
         if not keep:
+            for path in folder.glob("rank_*.jsonl"):
+                _locked(path).close()  # not from under an evaluation that runs
             _clear(folder)
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "state.json", state.encode())
     except OSError as error:
         raise cannot_write(folder, error) from None
+
+
+def _locked(path: Path) -> Any:
+    """The file, open to append, locked until it is closed or the process ends. Raises UserError when another has it."""
+    file = path.open("a+b", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(
+            f"another evaluation writes here; {path.parent}; found a lock on {path.name}, expected none; wait for it "
+            "or end it, or choose another --output"
+        ) from None
+    return file
 
 
 def _clear(folder: Path) -> None:
@@ -286,7 +296,7 @@ def check_output(output: str, files: Sequence[str], *, overwrite: bool) -> Path:
 
     With unfinished parts beside it, an output is that of an evaluation killed while it wrote, and is written again.
     """
-    path = Path(os.path.abspath(Path(output).expanduser()))
+    path = Path(os.path.abspath(resolve_path(output, "--output")))
     if path.suffix != ".parquet":
         raise UserError(f"not a parquet file's name; --output {output}; expected NAME.parquet; add the ending")
     if path.resolve() in {resolve_file(name, "--data.files").resolve() for name in files}:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lib.checkpoint_files import FileEntry, check, find_checkpoints, hash_files, share, verify
+from lib.config import resolve_path
 from lib.data import DataFiles, Prompts, load_tokenizer, stop_token_ids, tokenize
 from lib.dist import World
 from lib.errors import DamagedCheckpoint, UserError, WeightSyncError
@@ -21,6 +22,8 @@ from lib.rollout import RolloutConfig, RolloutEngine
 from lib.weight_files import iter_weight_files
 from lib.whole_tensors import SafetensorsFolder, read_shards
 
+NEEDED = ("actor/model/", "actor/huggingface/")
+"""How the names of a checkpoint's files begin that an evaluation reads."""
 SAMPLING = ("n", "max_response_len", "temperature", "top_p", "top_k", "ignore_eos")
 """The fields of RolloutConfig that decide what is sampled, beside `stop`."""
 
@@ -64,18 +67,18 @@ def find_model(path: str, world: World, *, max_prompt_len: int, rollout: Rollout
 
 def _find_actor(path: str) -> tuple[Path | None, list[str]]:
     """The `actor` folder of a checkpoint, and warnings; None for what is no checkpoint."""
-    folder = Path(path).expanduser()
+    folder = resolve_path(path, "--model.path")
     if not path.strip() or not folder.is_dir():
         return None, []
     if (folder / "huggingface").is_dir() and (folder / "model").is_dir():
-        return folder.absolute(), []
+        return folder, []
     if (folder / "actor").is_dir():
-        return (folder / "actor").absolute(), []
-    found = find_checkpoints(folder)
+        return folder / "actor", []
+    found = find_checkpoints(folder, below=NEEDED)
     whole = next((checkpoint for checkpoint in found if checkpoint.problem is None), None)
     if whole is not None:
         skipped = found[: found.index(whole)]
-        return (whole.path / "actor").absolute(), [f"skipped: {checkpoint.problem}" for checkpoint in skipped]
+        return whole.path / "actor", [f"skipped: {checkpoint.problem}" for checkpoint in skipped]
     if found:
         raise DamagedCheckpoint(found[0].problem)
     if (folder / "status.json").is_file():
@@ -89,12 +92,10 @@ def _find_actor(path: str) -> tuple[Path | None, list[str]]:
 def _verify(actor: Path, world: World) -> dict[str, str]:
     """{file: hash} of the policy's weights and config, which every byte was compared with."""
 
-    needed = ("actor/model/", "actor/huggingface/")
-
     def run() -> dict[str, str]:
-        manifest = check(actor.parent, below=needed)
-        wanted = {name: entry for name, entry in manifest.files.items() if name.startswith(needed)}
-        verify(actor.parent, share(wanted, world.rank, world.size), below=needed)
+        manifest = check(actor.parent, below=NEEDED)
+        wanted = {name: entry for name, entry in manifest.files.items() if name.startswith(NEEDED)}
+        verify(actor.parent, share(wanted, world.rank, world.size), below=NEEDED)
         is_ours = {name for name in wanted if name.startswith("actor/model/") or name.endswith("/config.json")}
         return {name: wanted[name].hash for name in is_ours}
 

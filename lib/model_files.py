@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.config import either, nearest_divisors
+from lib.config import either, nearest_divisors, resolve_path
 from lib.errors import UserError
 from lib.weight_files import DOWNLOAD_AGAIN, Shape, check_weights, listing, read_json
 
@@ -174,16 +174,12 @@ def head_dim(config: Mapping[str, Any]) -> int:
 def _find_folder(path: str, option: str) -> Path:
     if not path.strip():
         raise UserError(f"no model is given; {option}; found nothing, expected a folder or a hub id; add {option} DIR")
-    try:
-        folder = Path(path).expanduser().absolute()
-        is_folder, exists = folder.is_dir(), folder.exists()
-    except (OSError, RuntimeError) as error:  # too long, not allowed to look, no such home
-        raise UserError(f"{option} cannot be opened; {path}; found {error}; give another path") from error
-    if is_folder:
+    folder = resolve_path(path, option)
+    if folder.is_dir():
         if not os.access(folder, os.R_OK | os.X_OK):
             raise UserError(f"{option} may not be read; {folder}; found no permission; change it, or the folder")
         return folder
-    if exists:
+    if folder.exists():
         raise UserError(
             f"{option} is not a folder; {path}; found a file, expected a folder with config.json, weights and "
             f"tokenizer; use {folder.parent if (folder.parent / 'config.json').exists() else 'the folder of a model'}"

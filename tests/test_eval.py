@@ -271,6 +271,9 @@ def test_another_evaluations_parts_are_refused_by_the_names_of_what_differs(tmp_
     first.add(group(0))
     with pytest.raises(UserError, match="another evaluation writes here"):
         Parts(tmp_path / "parts", STATE, SINGLE, overwrite=False)
+    with pytest.raises(UserError, match="another evaluation writes here"):  # from under which nothing is cleared
+        Parts(tmp_path / "parts", {"model": "def"}, SINGLE, overwrite=True)
+    assert list(first.read()) == [0]
     first._file.close()
     with pytest.raises(UserError, match=r"--rollout.n 2 \(now 4\), model 'abc' \(now 'def'\)"):
         Parts(tmp_path / "parts", {"--rollout.n": 4, "model": "def"}, SINGLE, overwrite=False)
@@ -320,6 +323,9 @@ def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_taken(folder, t
     with pytest.raises(DamagedCheckpoint, match=r"shard-2\.safetensors"):
         find_model(str(tmp_path / "run" / "global_step_6"), SINGLE, **limits)
     shutil.rmtree(tmp_path / "run" / "global_step_2")
+    shard.write_bytes(whole)
+    (tmp_path / "run" / "global_step_6" / "trainer.json").unlink()  # which an evaluation does not read
+    assert not find_model(str(tmp_path / "run"), SINGLE, **limits).warnings
     shard.write_bytes(whole[:-1])
     with pytest.raises(DamagedCheckpoint, match=r"shard-2\.safetensors"):
         find_model(str(tmp_path / "run"), SINGLE, **limits)
@@ -426,7 +432,8 @@ def _table(folder, names):
     [
         (("--rollout.temperature", "0"), ("--rollout.n 4", "set --rollout.temperature 1.0, or --rollout.n 1")),
         (("--generate-only", "--score-only"), ("nothing is left to do",)),
-        (("--rollout.log-probs", "True"), ("only training has",)),
+        (("--rollout.log-probs", "True"), ("only training has; --rollout.log-probs;",)),
+        (("--rollout.partial-share", "0.5", "--rollout.sleep", "True"), ("--rollout.sleep, --rollout.partial-share;",)),
         (("--seed", "-1"), ("--seed", "0 to 2**63")),
         (("--data.max-samples", "0"), ("--data.max-samples", "at least 1")),
         (("--data.max-prompt-len", "0"), ("--data.max-prompt-len", "at least 1")),
@@ -457,6 +464,11 @@ def test_an_existing_output_is_refused_unless_unfinished_and_an_input_is_never_w
     for name in ("in.parquet", "link.parquet"):
         with pytest.raises(UserError, match="the output is an input"):
             check_output(str(tmp_path / name), files, overwrite=True)
+    for name in ("~no-such-user/out.parquet", f"{'x' * 300}.parquet"):
+        with pytest.raises(UserError, match="--output cannot be opened"):
+            check_output(name, files, overwrite=False)
+        with pytest.raises(UserError, match=r"--model\.path cannot be opened"):
+            find_model(name, SINGLE, max_prompt_len=24, rollout=RolloutConfig(max_response_len=12))
     with pytest.raises(UserError, match=r"expected NAME\.parquet"):
         check_output(str(tmp_path / "out.csv"), files, overwrite=False)
 

@@ -154,6 +154,9 @@ def test_the_result_is_compared_tensor_by_tensor(step, checkpoints, tmp_path, ca
         save_file(state, other / "model.safetensors")
         with pytest.raises(LockstepError, match=match):
             merged(step / "actor", tmp_path / change, dtype="keep", test_hf_dir=str(other))
+    (other / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes()[:-1])
+    with pytest.raises(UserError, match="not a whole safetensors file"):
+        merged(step / "actor", tmp_path / "truncated", dtype="keep", test_hf_dir=str(other))
 
 
 def test_wrong_arguments_end_with_a_remedy(step, tmp_path, monkeypatch):
@@ -172,6 +175,9 @@ def test_wrong_arguments_end_with_a_remedy(step, tmp_path, monkeypatch):
         "hf auth login": (*good, "--upload", "me/model"),
         "use USER/NAME": (*good, "--upload", "not a name"),
         "expected a model's folder": (*good, "--test-hf-dir", tmp_path / "nowhere"),
+        "--test-hf-dir cannot be opened": (*good, "--test-hf-dir", "x" * 300),
+        "--target-dir cannot be opened": ("--local-dir", actor, "--target-dir", "~no-such-user/x"),
+        "--local-dir cannot be opened": ("--local-dir", "~no-such-user/x", "--target-dir", target),
     }
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
