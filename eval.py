@@ -17,7 +17,6 @@ import json
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from lib.config import REQUIRED, parse_cli, reporting_errors
 from lib.dist import init_distributed, shutdown_distributed
@@ -117,8 +116,8 @@ def evaluate(cfg: EvalScriptConfig) -> None:
         state, logs = {}, None
     else:
         world.agree(lambda: check_tensor_parallel(cfg.rollout, world))
-        model = find_model(cfg.model.path, world, max_prompt_len=cfg.data.max_prompt_len, rollout=cfg.rollout)
-        tokenizer, stop_ids, prompts = world.agree(lambda: load_prompts(cfg.data, model, rows))
+        model = find_model(cfg.model.path, cfg.data, cfg.rollout, world)
+        stop_ids, prompts = world.agree(lambda: load_prompts(cfg.data, model, rows))
         check_same_prompts(prompts, prompts, world)
         samples, kept = prompts.all_samples(), prompts.kept
         dtype = str(cfg.model.compute_dtype(world)).removeprefix("torch.")
@@ -142,7 +141,7 @@ def evaluate(cfg: EvalScriptConfig) -> None:
         # ---- Generate what is missing; it is scored meanwhile ----
         missing = [sample for sample in samples if sample.uid not in groups]
         if missing:
-            generate(cfg, model, tokenizer, stop_ids, missing, parts=parts, scorer=scorer, terminal=terminal)
+            generate(cfg, model, stop_ids, missing, parts=parts, scorer=scorer, terminal=terminal)
         scores = {} if scorer is None else collect_scores(scorer, cfg.reward, world, terminal)
 
         # ---- Write: all of it, then the parts are no longer needed ----
@@ -164,7 +163,7 @@ def evaluate(cfg: EvalScriptConfig) -> None:
 
 
 def generate(
-    cfg: EvalScriptConfig, model: EvalModel, tokenizer: Any, stop_ids: list[int], samples: list[Sample], *,
+    cfg: EvalScriptConfig, model: EvalModel, stop_ids: list[int], samples: list[Sample], *,
     parts: Parts, scorer: Scorer | None, terminal: Terminal,
 ) -> None:  # fmt: skip
     """Generates the groups of these prompts into `parts`, each as soon as its last response ends."""
@@ -182,7 +181,7 @@ def generate(
             if engine.is_leader:
                 group = Group(
                     uid=rollouts[0].sample.uid,
-                    responses=[decode(tokenizer, rollout.response_ids) for rollout in rollouts],
+                    responses=[decode(model.tokenizer, rollout.response_ids) for rollout in rollouts],
                     finish_reasons=[rollout.finish_reason for rollout in rollouts],
                     response_lengths=[len(rollout.response_ids) for rollout in rollouts],
                 )

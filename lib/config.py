@@ -15,12 +15,13 @@ import json
 import math
 import os
 import signal
+import stat
 import sys
 import time
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, TextIO, TypeVar, get_args, get_type_hints
@@ -291,16 +292,21 @@ def reporting_errors(*, debug: bool = False) -> Iterator[None]:
     With `debug`, and for any exception that is a bug of ours (exit code 1), every rank prints its traceback.
     """
     terminal = _copy_of_stderr()
+
+    def tell(text: str) -> None:
+        with suppress(OSError):  # into a file on a full disk: the exit code must still be the error's
+            print(text, file=terminal, flush=True)
+
     try:
         yield
     except LockstepError as error:
         if debug:
-            traceback.print_exc(file=terminal)
+            tell(traceback.format_exc())
         told = _is_first_rank() or (isinstance(error, LaunchError) and not _under_torchrun())
         if told:
-            print(error_line(error), file=terminal, flush=True)
+            tell(error_line(error))
         if not _leave_together() and not told:  # this rank failed alone: nobody else will say why
-            print(error_line(error), file=terminal, flush=True)
+            tell(error_line(error))
         raise SystemExit(error.code) from error
     except Stopped as error:  # all ranks raise it together, and the run has said why
         _leave_together()
@@ -308,11 +314,12 @@ def reporting_errors(*, debug: bool = False) -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise SystemExit(130) from error
     except Exception as error:
-        traceback.print_exc(file=terminal)
+        tell(traceback.format_exc())
         raise SystemExit(1) from error
     finally:
         if terminal is not sys.stderr:
-            terminal.close()
+            with suppress(OSError):
+                terminal.close()
 
 
 def _end_by_the_contract(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -419,15 +426,18 @@ def config_hash(config: Any) -> str:
 def resolve_path(path: str, option: str) -> Path:
     """The absolute path that an option names, `~` expanded, whether or not it is there.
 
-    Raises UserError where it cannot even be looked at: too long, no permission on the way, no such home.
+    Raises UserError where it cannot be looked at (too long, a loop of links, no permission, no such home), and for a
+    folder that may not be read.
     """
     try:
         absolute = Path(path).expanduser().absolute()
-        absolute.lstat()
+        is_folder = stat.S_ISDIR(absolute.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return absolute
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"{option} cannot be opened; {path}; found {error}; give another path") from error
+    if is_folder and not os.access(absolute, os.R_OK | os.X_OK):
+        raise UserError(f"{option} may not be read; {absolute}; found no permission; change it, or the folder")
     return absolute
 
 

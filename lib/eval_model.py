@@ -33,7 +33,8 @@ class EvalModel:
     """A model that passed the checks."""
 
     files: ModelFiles
-    """Its config and tokenizer."""
+    """Where its config and tokenizer are."""
+    tokenizer: Any
     shards: Path | None
     """The folder of a checkpoint's weights; None: safetensors in the folder of `files`."""
     fingerprint: str
@@ -41,7 +42,7 @@ class EvalModel:
     warnings: tuple[str, ...]
 
 
-def find_model(path: str, world: World, *, max_prompt_len: int, rollout: RolloutConfig) -> EvalModel:
+def find_model(path: str, data: EvalDataConfig, rollout: RolloutConfig, world: World) -> EvalModel:
     """The model at a Hugging Face folder, a hub id, RUN (its newest whole checkpoint), global_step_N or .../actor.
 
     Executed by all ranks together, which share the hashing. Raises UserError as training does, DamagedCheckpoint for a
@@ -51,14 +52,17 @@ def find_model(path: str, world: World, *, max_prompt_len: int, rollout: Rollout
     files = world.agree(
         lambda: check_model_files(
             path if actor is None else str(actor / "huggingface"), with_weights=actor is None,
-            max_prompt_len=max_prompt_len, max_response_len=rollout.max_response_len,
+            max_prompt_len=data.max_prompt_len, max_response_len=rollout.max_response_len,
             tensor_parallel_size=rollout.tensor_model_parallel_size,
         )
     )  # fmt: skip
+    # Before the hashing, which takes minutes for a large model.
+    tokenizer = world.agree(lambda: load_tokenizer(files.folder, chat_template_kwargs=data.chat_template_kwargs))
     hashes = _hash_folder(files.folder, world) if actor is None else _verify(actor, world)
     text = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
     return EvalModel(
         files=files,
+        tokenizer=tokenizer,
         shards=None if actor is None else actor / "model",
         fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
         warnings=tuple(warnings),
@@ -110,14 +114,13 @@ def _hash_folder(folder: Path, world: World) -> dict[str, str]:
     return {name: entry.hash for of_rank in world.gather(own) for name, entry in of_rank.items()}
 
 
-def load_prompts(data: EvalDataConfig, model: EvalModel, rows: Rows) -> tuple[Any, list[int], Prompts]:
-    """The tokenizer, the ids that end a response, and the prompts under the chat template. Raises UserError."""
+def load_prompts(data: EvalDataConfig, model: EvalModel, rows: Rows) -> tuple[list[int], Prompts]:
+    """The ids that end a response, and the prompts under the chat template. Raises UserError."""
     folder = model.files.folder
     check_model_config(str(folder), expected_shapes(model.files.config))
-    tokenizer = load_tokenizer(folder, chat_template_kwargs=data.chat_template_kwargs)
     files = DataFiles(train=None, val=rows, warnings=())
-    prompts = tokenize(data.as_validation(), files, tokenizer, split="val", files_flag="--data.files")
-    return tokenizer, stop_token_ids(tokenizer, folder), prompts
+    prompts = tokenize(data.as_validation(), files, model.tokenizer, split="val", files_flag="--data.files")
+    return stop_token_ids(model.tokenizer, folder), prompts
 
 
 def what_defines_responses(

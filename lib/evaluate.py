@@ -80,8 +80,8 @@ def evaluate(
             checkpoint = run.dir / f"global_step_{step}"
             run.say(
                 f"warning: the validation of step {step} was broken off and is not in the metrics; {stopped}; eval.py "
-                f"--model.path {checkpoint} --data.files VAL.parquet --output OUT.parquet measures it (with this run's "
-                "--eval options as --rollout ones)"
+                f"--model.path {checkpoint} --data.files VAL.parquet --output OUT.parquet measures it, if that "
+                "checkpoint is written (with this run's --eval options as --rollout ones)"
             )
         raise
     for text, count in error_counts(own).items():

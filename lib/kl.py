@@ -101,7 +101,7 @@ class KLRewardConfig:
             self,
             "kl-reward.",
             target=(target_ok, "a finite number above 0, or None for a fixed weight"),
-            coef=(coef_ok, "a finite number of 0 or more; above 0 with a target, for it changes by factors"),
+            coef=(coef_ok, "a finite number of 0 or more, and above 0 with a target, for it changes by factors"),
             horizon=(self.horizon >= 1, "at least 1 response"),
         )
 

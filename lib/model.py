@@ -175,7 +175,7 @@ def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None
     with world.device:
         model.model.rotary_emb = type(rotary)(config=model.config)  # the only buffers; they are not on disk
     assert not any(buffer.is_meta for buffer in model.buffers()), "a buffer was left without values"
-    reader = SafetensorsFolder(path) if world.rank == 0 else None
+    reader = world.agree(lambda: SafetensorsFolder(path) if world.rank == 0 else None)
     for name, parameter in model.named_parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
         problem = world.agree(lambda name=name, full=full: read_weight_(reader, full, name) if reader else None)
@@ -192,12 +192,24 @@ def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None
 
 
 def read_weight_(folder: SafetensorsFolder, out: Tensor, name: str) -> None:
-    """Copies a tensor over `out`, cast to its dtype; zeros where a value head (score.*) is not there."""
+    """Copies a tensor over `out`, cast to its dtype; zeros where a value head (score.*) is not there.
+
+    Raises UserError when it is missing, has another shape, or holds NaN or infinity.
+    """
     if name not in folder.files and name.startswith("score."):
         out.zero_()
         return
+    if name not in folder.files:
+        raise UserError(
+            f"the model's weights lack {name}; {folder.path}; found {len(folder.files)} tensors without it; "
+            "download or save the model again"
+        )
     tensor = folder.read(name)
-    assert tensor.shape == out.shape, f"{name} is {tuple(tensor.shape)}, not {tuple(out.shape)}"  # `check_weights`
+    if tensor.shape != out.shape:
+        raise UserError(
+            f"a weight's shape differs from config.json; {name} in {folder.path}; found {tuple(tensor.shape)}, "
+            f"expected {tuple(out.shape)}; use the config.json that belongs to these weights"
+        )
     out.copy_(tensor)
     if not bool(torch.isfinite(out).all()):
         raise UserError(

@@ -4,7 +4,6 @@ Reads JSON files and the first bytes of the weights; never a tensor (NaN and inf
 """
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -176,8 +175,6 @@ def _find_folder(path: str, option: str) -> Path:
         raise UserError(f"no model is given; {option}; found nothing, expected a folder or a hub id; add {option} DIR")
     folder = resolve_path(path, option)
     if folder.is_dir():
-        if not os.access(folder, os.R_OK | os.X_OK):
-            raise UserError(f"{option} may not be read; {folder}; found no permission; change it, or the folder")
         return folder
     if folder.exists():
         raise UserError(

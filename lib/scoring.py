@@ -101,10 +101,10 @@ def check_reward(
 ) -> str:
     """One line for the log: the function, its file and the file's hash, after a trial on at most 3 rows.
 
-    `samples`: where each stands -> the row. `metric`: what
-    --filter-groups.metric needs of one trial at least. Runs in one worker process, before any model is loaded. Raises
-    UserError for a wrong flag or data source (exit 2), RewardError for reward code that does not import, lacks the
-    function, or fails on a row (exit 4). Local to the rank: wrap it in `World.agree`.
+    `samples`: where each stands -> the row. `metric`: what --filter-groups.metric needs of one trial at least. Runs in
+    one worker process, before any model is loaded. Raises UserError for a wrong flag or data source (exit 2),
+    RewardError for reward code that does not import, lacks the function, or fails on a row (exit 4). Local to the rank:
+    wrap it in `World.agree`.
     """
     with closing(Scorer(replace(cfg, num_workers=1), data_sources)) as scorer:
         for sample, response in zip(samples.values(), TRIAL_RESPONSES, strict=False):

@@ -78,9 +78,10 @@ class TrackingConfig:
 class Run:
     """The folder of one run and the terminal it was started from.
 
-    From construction to `restore`, file descriptors 1 and 2 of every rank lead to logs/rank_R.log, so that the noise of
-    vLLM, torch and their C++ libraries goes there; what the run itself says goes through `say` to the terminal. Use it
-    as a context manager: an exception then ends up in status.json and its traceback on the terminal.
+    From construction to `restore`, file descriptors 1 and 2 and Python's streams lead to logs/rank_R.log on every rank,
+    so that the noise of vLLM, torch and their C++ libraries goes there; what the run itself says goes through `say` to
+    the terminal. Use it as a context manager: an exception then ends up in status.json and its traceback on the
+    terminal.
 
         with Run(run_dir, cfg.tracking, world, config=config, num_steps=60) as run:
             run.log(step, metrics.reduce())
@@ -151,7 +152,7 @@ class Run:
         return self.terminal.progress(label, total)
 
     def restore(self) -> None:
-        """Gives file descriptors 1 and 2 back to the terminal; `say` goes on working."""
+        """Gives file descriptors 1 and 2 and Python's streams back to the terminal; `say` goes on working."""
         self.terminal.restore()
         if self._lock is not None:
             os.close(self._lock)

@@ -1,11 +1,13 @@
 """What every test module leaves behind for the next one: nothing."""
 
 import os
+import signal
 
 import pytest
 
 from lib.dist import shutdown_distributed
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored, by our children too
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

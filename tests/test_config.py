@@ -1,6 +1,7 @@
 """Every wrong word of a command line gets one line that names the option; the rest reaches the config."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -23,10 +24,12 @@ from lib.config import (
     parse_cli,
     plug_in,
     reporting_errors,
+    resolve_path,
     to_json,
 )
 from lib.errors import RewardError, UserError
 from lib.verl_keys import VERL_KEYS, markdown, verl_hint
+from tests.checkpoint_folders import in_child
 
 ROOT = Path(__file__).parent.parent
 
@@ -402,3 +405,32 @@ def test_the_migration_pages_example_is_complete_and_parses() -> None:
     assert needed - set(words) <= {"--advantage", "--entropy-coef", "--fsdp.param-offload"}, "defaults may be left out"
     merge = next(line for line in merging.splitlines() if line.startswith("python merge.py "))
     parse_args(MergeConfig(), shlex.split(merge)[2:])
+
+
+# ---- Paths ----
+
+
+def test_a_path_that_cannot_be_looked_at_is_the_users_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "long").symlink_to("x" * 300)
+    (tmp_path / "closed" / "inside").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("closed/inside")
+    (tmp_path / "dangling").symlink_to("nothing")
+    for path in ("here", "dangling", "here/too", "closed/inside", "link"):
+        assert resolve_path(path, "--x") == tmp_path / path
+    for path in ("loop", "long", "x" * 300, "~no-such-user/x", "a\0b"):
+        with pytest.raises(UserError, match="--x cannot be opened"):
+            resolve_path(path, "--x")
+
+    def as_another_user() -> None:
+        for path, match in {"closed": "may not be read", "closed/inside": "cannot be", "link": "cannot be"}.items():
+            with pytest.raises(UserError, match=f"--x {match}"):
+                resolve_path(path, "--x")
+
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    (tmp_path / "closed").chmod(0)
+    status = in_child(as_another_user, user=65534 if os.getuid() == 0 else None)
+    (tmp_path / "closed").chmod(0o755)
+    assert status == 0

@@ -140,6 +140,9 @@ def test_a_head_without_bias_gets_a_bias_of_zero_and_one_with_nan_is_refused(tmp
     save_file(tensors | {"score.bias": bias * math.nan}, path / "model.safetensors")
     with pytest.raises(UserError, match=r"NaN or infinity; score\.bias"):
         load_unsharded(path)
+    save_file(tensors | {"score.weight": torch.ones(2, tensors["score.weight"].shape[1])}, path / "model.safetensors")
+    with pytest.raises(UserError, match=r"a weight's shape differs from config\.json; score\.weight .* expected \(1, "):
+        load_unsharded(path)
 
 
 def test_a_critic_fits_the_returns_of_a_fixed_batch(tmp_path):

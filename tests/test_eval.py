@@ -15,12 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import lib.eval_model
 from eval import EvalScriptConfig
 from lib.checkpoint_files import hash_file, publish, stage
 from lib.config import parse_args
 from lib.dist import SINGLE
 from lib.errors import DamagedCheckpoint, UserError
-from lib.eval_files import COLUMNS, Group, Parts, check_output, parts_folder, read_input
+from lib.eval_files import COLUMNS, EvalDataConfig, Group, Parts, check_output, parts_folder, read_input
 from lib.eval_model import find_model, iter_weights
 from lib.eval_report import render_page, summarise
 from lib.rollout import RolloutConfig
@@ -28,6 +29,7 @@ from lib.types import Sample, Score
 from tests.ranks import ROOT, torchrun
 from tests.tiny import make_model, make_questions, make_tokenizer
 
+DATA, ROLLOUT = EvalDataConfig(max_prompt_len=24), RolloutConfig(max_response_len=12)
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if extra_info["index"] == 3:
@@ -287,11 +289,10 @@ def test_another_evaluations_parts_are_refused_by_the_names_of_what_differs(tmp_
 
 
 def test_every_kind_of_path_gives_the_same_weights(folder):
-    limits = dict(max_prompt_len=24, rollout=RolloutConfig(max_response_len=12))
     expected = load_file(folder / "model" / "model.safetensors")
     fingerprints = {}
     for path in ("model", "run", "run/global_step_4", "run/global_step_4/actor"):
-        model = find_model(str(folder / path), SINGLE, **limits)
+        model = find_model(str(folder / path), DATA, ROLLOUT, SINGLE)
         found = dict(iter_weights(model, torch.float32))
         assert {name for name in expected if name != "lm_head.weight"} == set(found)
         assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
@@ -300,39 +301,49 @@ def test_every_kind_of_path_gives_the_same_weights(folder):
 
 
 def test_a_fingerprint_changes_with_any_weight(folder, tmp_path):
-    limits = dict(max_prompt_len=24, rollout=RolloutConfig(max_response_len=12))
-    before = find_model(str(folder / "model"), SINGLE, **limits).fingerprint
+    before = find_model(str(folder / "model"), DATA, ROLLOUT, SINGLE).fingerprint
     copy = shutil.copytree(folder / "model", tmp_path / "model")
-    assert find_model(str(copy), SINGLE, **limits).fingerprint == before
+    assert find_model(str(copy), DATA, ROLLOUT, SINGLE).fingerprint == before
     data = bytearray((copy / "model.safetensors").read_bytes())
     data[-1000] ^= 1
     (copy / "model.safetensors").write_bytes(data)
-    assert find_model(str(copy), SINGLE, **limits).fingerprint != before
+    assert find_model(str(copy), DATA, ROLLOUT, SINGLE).fingerprint != before
+
+
+def test_a_model_without_a_chat_template_is_refused_before_its_weights_are_hashed(folder, tmp_path, monkeypatch):
+    copy = shutil.copytree(folder / "model", tmp_path / "copy", ignore=shutil.ignore_patterns("chat_template*"))
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    read = []
+    monkeypatch.setattr(lib.eval_model, "hash_files", lambda *_: read.append(1))
+    with pytest.raises(UserError, match="no chat template"):
+        find_model(str(copy), DATA, ROLLOUT, SINGLE)
+    assert not read
 
 
 def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_taken(folder, tmp_path):
-    limits = dict(max_prompt_len=24, rollout=RolloutConfig(max_response_len=12))
     make_checkpoint(tmp_path / "run", 2, folder / "model")
     make_checkpoint(tmp_path / "run", 6, folder / "model")
     shard = tmp_path / "run" / "global_step_6" / "actor" / "model" / "shard-2.safetensors"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
-    model = find_model(str(tmp_path / "run"), SINGLE, **limits)
+    model = find_model(str(tmp_path / "run"), DATA, ROLLOUT, SINGLE)
     assert "global_step_2" in str(model.shards) and "shard-2.safetensors" in model.warnings[0]
     shard.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])  # of its full size: only its hash tells
     with pytest.raises(DamagedCheckpoint, match=r"shard-2\.safetensors"):
-        find_model(str(tmp_path / "run" / "global_step_6"), SINGLE, **limits)
+        find_model(str(tmp_path / "run" / "global_step_6"), DATA, ROLLOUT, SINGLE)
     shutil.rmtree(tmp_path / "run" / "global_step_2")
     shard.write_bytes(whole)
     (tmp_path / "run" / "global_step_6" / "trainer.json").unlink()  # which an evaluation does not read
-    assert not find_model(str(tmp_path / "run"), SINGLE, **limits).warnings
+    assert not find_model(str(tmp_path / "run"), DATA, ROLLOUT, SINGLE).warnings
     shard.write_bytes(whole[:-1])
     with pytest.raises(DamagedCheckpoint, match=r"shard-2\.safetensors"):
-        find_model(str(tmp_path / "run"), SINGLE, **limits)
+        find_model(str(tmp_path / "run"), DATA, ROLLOUT, SINGLE)
     shutil.rmtree(tmp_path / "run" / "global_step_6")
     (tmp_path / "run" / "status.json").write_text("{}")
     with pytest.raises(UserError, match="the run has no checkpoint"):
-        find_model(str(tmp_path / "run"), SINGLE, **limits)
+        find_model(str(tmp_path / "run"), DATA, ROLLOUT, SINGLE)
 
 
 @pytest.mark.slow
@@ -468,7 +479,7 @@ def test_an_existing_output_is_refused_unless_unfinished_and_an_input_is_never_w
         with pytest.raises(UserError, match="--output cannot be opened"):
             check_output(name, files, overwrite=False)
         with pytest.raises(UserError, match=r"--model\.path cannot be opened"):
-            find_model(name, SINGLE, max_prompt_len=24, rollout=RolloutConfig(max_response_len=12))
+            find_model(name, DATA, ROLLOUT, SINGLE)
     with pytest.raises(UserError, match=r"expected NAME\.parquet"):
         check_output(str(tmp_path / "out.csv"), files, overwrite=False)
 

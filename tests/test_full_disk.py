@@ -129,6 +129,23 @@ def test_a_run_that_ends_without_room_says_what_is_lost_and_goes_on_from_its_che
     assert "acc/mean@1: 0.100 (step 1) -> 0.400 (step 4)" in out.split("---- without a checkpoint")[1]
 
 
+def failing_with_room_again(disk: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="a bug"),
+        Run(disk / "run", TrackingConfig(), SINGLE, config={}, num_steps=2) as run,
+    ):
+        fill(disk / "ballast")
+        run.log(1, {f"a/metric/{place}": place / 3 for place in range(1000)})
+        assert not read_metrics(run.dir)
+        (disk / "ballast").unlink()
+        raise RuntimeError("a bug")
+    assert [row["step"] for row in read_metrics(run.dir)] == [1]
+
+
+def test_a_run_that_fails_once_there_is_room_again_loses_nothing(tmp_path):
+    assert "it is lost" not in on_disk(tmp_path, "failing_with_room_again")
+
+
 # ---- One append ----
 
 
@@ -173,3 +190,17 @@ def test_a_terminal_that_is_a_file_on_a_full_disk_does_not_end_the_run(tmp_path)
         done = subprocess.run(words, cwd=ROOT, stdout=terminal, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr
     assert read_status(tmp_path / "run")["state"] == "finished" and len(read_metrics(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_an_error_told_to_a_full_disk_keeps_its_exit_code(tmp_path, stream):
+    code = (
+        "from tests.test_full_disk import *; import sys; from lib.config import reporting_errors\n"
+        "with reporting_errors(), Run(sys.argv[1], TrackingConfig(), SINGLE, config={}, num_steps=1):\n"
+        "    raise NoSpace('no space')\n"
+    )
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-c", code, str(tmp_path / "run")]
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
+        done = subprocess.run(words, cwd=ROOT, text=True, **streams)
+    assert done.returncode == 2, (done.stdout, done.stderr)

@@ -118,8 +118,10 @@ def test_straight_through_has_the_gradient_of_the_kl_where_k1_has_none():
 
 def random_kl_step(seed, **options):
     batch = random_step(seed, **options)
-    noise = torch.randn(batch.response_mask.shape, generator=torch.Generator().manual_seed(seed))
-    return batch.with_(ref_log_probs=batch.old_log_probs + 0.3 * noise)
+    draw = torch.Generator().manual_seed(seed)
+    log_probs = (torch.rand(batch.response_mask.shape, generator=draw) * 0.9 + 0.05).log()
+    noise = torch.randn(batch.response_mask.shape, generator=draw)
+    return batch.with_(old_log_probs=log_probs, ref_log_probs=log_probs + 0.3 * noise)
 
 
 @pytest.mark.parametrize("kl_type", get_args(KLType))
