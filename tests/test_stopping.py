@@ -367,6 +367,8 @@ def test_a_run_whose_last_validation_is_broken_off_ends_and_says_how_to_measure_
         [line] = [line for line in running.stdout.splitlines() if "was broken off" in line]
         assert line.startswith("warning: the validation of step 1 was broken off and is not in the metrics; SIGUSR1 on")
         command = line.split("eval.py ")[1].split(" measures ")[0]
-        cfg = parse_args(EvalScriptConfig(), [*command.split(), "--rollout.max-response-len", "16"])
+        cfg = parse_args(
+            EvalScriptConfig(), [*command.split(), "--data.max-prompt-len", "24", "--rollout.max-response-len", "16"]
+        )
         model = find_model(cfg.model.path, cfg.data, cfg.rollout, SINGLE)
         assert model.shards == run / "global_step_1" / "actor" / "model"
