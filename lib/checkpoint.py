@@ -316,6 +316,9 @@ class Checkpointer:
         except LockstepError:
             discard(saving.staging)
             raise
+        in_use = [path for path in (self.resumed,) if path is not None]
+        if self.cfg.resume not in ("auto", "never"):  # the same command names it again
+            in_use.append(Path(self.cfg.resume).expanduser())
         try:
             return prune(
                 self.run.dir,
@@ -323,7 +326,7 @@ class Checkpointer:
                 keep_best=self.cfg.keep_best,
                 metric=self.best.get("metric"),
                 keep_optimizer=self.cfg.keep_optimizer,
-                protect=[] if self.resumed is None else [self.resumed],
+                protect=in_use,
             )
         except LockstepError as error:  # the new one is whole all the same
             return [str(error)]

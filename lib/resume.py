@@ -133,8 +133,8 @@ def find_resume(cfg: TrainConfig, world: World) -> Resume:
             return Resume(
                 path=found.path, trainer=trainer, in_place=in_place, finished=state == "finished", notes=tuple(notes)
             )
-        if cfg.checkpoint.resume not in ("auto", "never"):
-            raise problem
+        if cfg.checkpoint.resume not in ("auto", "never") and found is candidates[-1]:
+            raise problem  # of the one that was asked for; others are what the run has saved since
         notes.append(f"warning: {found.path.name} is passed over: {problem}")
     if notes:
         raise DamagedCheckpoint(
@@ -168,12 +168,10 @@ def _look(cfg: TrainConfig) -> tuple[list[Found], bool, str | None]:
             f"{cfg.run_dir}, expected one of the two options; leave --overwrite out, or choose another --run-dir"
         )
     began_there = bool(status) and not moves_aside and _began_from(folder) == mode
-    own = [one for one in found if one.problem is None and one.step > check(path).step] if began_there else []
-    return (
-        [*own, Found(step=0, path=path, manifest=check(path), problem=None)],
-        again or began_there,
-        status.get("state"),
-    )
+    asked = check(path)
+    own = [one for one in found if one.step > asked.step] if began_there else []
+    candidates = [*own, Found(step=asked.step, path=path, manifest=asked, problem=None)]
+    return candidates, again or began_there, status.get("state")
 
 
 def _began_from(folder: Path) -> str | None:

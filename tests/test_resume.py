@@ -233,6 +233,14 @@ def test_the_same_path_again_goes_on_from_what_the_run_has_saved_since(model, ru
     shutil.rmtree(run / "global_step_6")  # as killed after step 5
     again = train(config(model, "--run-dir", run, *words), world)
     assert set(again["losses"]) == {6} and again["losses"][6] == first["losses"][6]
+    for step, damage in ((6, flip), (5, os.remove)):  # one that its size does not tell, and one that it does
+        damage(run / f"global_step_{step}" / "trainer.json")
+    change_status(run, state="running")
+    resume = find_resume(config(model, "--run-dir", run, *words), world)
+    assert resume.step == 2 and [note.split()[1] for note in resume.notes] == ["global_step_6", "global_step_5"]
+    flip(run / "global_step_2" / "trainer.json")
+    with pytest.raises(DamagedCheckpoint, match="global_step_2"):  # the one that was asked for
+        find_resume(config(model, "--run-dir", run, *words), world)
 
 
 def test_the_same_path_of_another_run_again_goes_on_in_the_new_folder(model, done, tmp_path):
