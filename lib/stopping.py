@@ -6,8 +6,12 @@ store where they met. It only takes note: what runs long asks `Stopper.requested
 come together `Stopper.agreed` gives all of them the same answer.
 
 SIGUSR1, which schedulers send some time before they end a job, stops as SIGTERM does, but the exit code is 0.
+
+LLVM, which Triton compiles with in this process, puts handlers of its own behind Python's back, and swallows SIGUSR1.
+So the thread goes on putting ours in place.
 """
 
+import ctypes
 import json
 import os
 import select
@@ -28,6 +32,8 @@ from lib.errors import Stopped
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 POLL_S = 0.5  # between two looks at the store
+LIBC = ctypes.CDLL(None)
+SIGACTION_BYTES = 512  # at least its struct sigaction
 ECHO_S = 2.0  # one request may arrive twice: from the scheduler, and handed on by torchrun
 
 
@@ -46,6 +52,7 @@ class Stopper:
         self._is_told = False
         self._arrivals: dict[int, float] = {}  # signal -> when it came first
         self._replaced: dict[int, Any] = {}  # signal -> the handler before ours
+        self._ours: dict[int, ctypes.Array[ctypes.c_char]] = {}  # signal -> what the system knows of our handler
         self._longest_step_s = 0.0
         self._terminal = os.dup(2)  # stays what it is when a run moves descriptor 2 to its log
         self._sender: socket.socket | None = None
@@ -131,12 +138,16 @@ class Stopper:
             signal.signal(number, _take_note)
             signal.siginterrupt(number, False)  # no system call of anybody's fails for it
             self._replaced.setdefault(number, handler or signal.SIG_DFL)
+            self._ours[number] = ctypes.create_string_buffer(SIGACTION_BYTES)
+            LIBC.sigaction(number, None, self._ours[number])
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
     # What follows runs in the watcher's thread.
 
     def _watch(self) -> None:
         while not self._closing:
+            for number, ours in list(self._ours.items()):
+                LIBC.sigaction(number, ours, None)
             ready, _, _ = select.select([self._receiver], [], [], POLL_S)
             for number in self._receiver.recv(64) if ready else b"":
                 if number in STOP_SIGNALS:

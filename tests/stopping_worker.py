@@ -3,6 +3,7 @@
 torchrun --nproc_per_node=N -m tests.stopping_worker FOLDER CASE
 """
 
+import ctypes
 import json
 import os
 import sys
@@ -17,7 +18,7 @@ from lib.dist import World, init_distributed
 from lib.errors import Stopped
 from lib.rollout import RolloutConfig, RolloutEngine, Sampling
 from lib.scoring import RewardConfig, Scorer
-from lib.stopping import Stopper
+from lib.stopping import POLL_S, STOP_SIGNALS, Stopper
 from lib.tracking import Run, TrackingConfig
 from lib.types import Rollout, Sample
 
@@ -49,6 +50,19 @@ def wait_for_another(folder, world, stopper, run):
             while not stopper.requested():
                 time.sleep(0.05)
             raise Stopped("in a loop over engine steps")
+
+
+def wait_for_another_after_a_compiler(folder, world, stopper, run):
+    """As LLVM does: a handler that does nothing, put without Python's knowledge."""
+    libc = ctypes.CDLL(None)
+    nothing = ctypes.cast(libc.abs, ctypes.c_void_p)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    for number in STOP_SIGNALS:
+        libc.signal(number, nothing)
+        os.kill(os.getpid(), number)  # is swallowed
+    time.sleep(3 * POLL_S)
+    assert not stopper.requested()
+    wait_for_another(folder, world, stopper, run)
 
 
 def wait_for_rewards(folder, world, stopper, run):
@@ -144,7 +158,7 @@ def generate(folder, world, stopper, run, *, path, tp_size):
 
 
 CASES = {case.__name__: case for case in (
-    wait_for_another, wait_for_rewards, hang, fail, save_in_time, restart, generate,
+    wait_for_another, wait_for_another_after_a_compiler, wait_for_rewards, hang, fail, save_in_time, restart, generate,
 )}  # fmt: skip
 
 

@@ -66,8 +66,9 @@ def test_a_signal_to_all_processes_at_once_is_one_request(tmp_path):
         assert not running.alive()
 
 
-def test_a_request_to_save_and_stop_is_no_failure_to_torchrun(tmp_path):
-    with job(tmp_path, "wait_for_another") as running:
+@pytest.mark.parametrize("case", ["wait_for_another", "wait_for_another_after_a_compiler"])
+def test_a_request_to_save_and_stop_is_no_failure_to_torchrun(tmp_path, case):
+    with job(tmp_path, case) as running:
         os.kill(running.until(lambda: notes(tmp_path))[0]["pid"], signal.SIGUSR1)
         assert running.wait() == 0
         assert status(tmp_path) == stopped("SIGUSR1 on rank 0", step=1)
