@@ -190,6 +190,9 @@ def build_llm(
             arguments["compilation_config"] = compilation
         return LLM(**arguments)
     arguments["kv_cache_memory_bytes"] = int(cfg.cpu_kv_cache_gib * 2**30)
+    # A prompt in two parts makes vLLM take back the first one's random numbers, which a CPU's generator cannot.
+    arguments["enable_chunked_prefill"] = False
+    arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
     with unpacked_cpu_weights(), own_shared_memory(run_name):
         return LLM(**arguments)
 

@@ -97,6 +97,18 @@ def main(path, out, tp_size):
     found["validation stream"] = summary(generate(engine, SAMPLES, world, stream="validation"))
     found["greedy"] = summary(generate(engine, SAMPLES, world, temperature=0.0, n=1, log_probs=False))
 
+    # More prompt tokens at once than the engine takes in one step: no prompt may be torn in two.
+    crowd = [
+        Sample(uid=uid, prompt_ids=[1 + (7 * uid + 3 * place) % 150 for place in range(240)], data_source="",
+               ground_truth="", extra_info={})
+        for uid in range(100, 124)
+    ]  # fmt: skip
+    together = generate(engine, crowd, world, n=1, max_response_len=8)
+    found["crowd"] = summary(together)
+    found["one by one"] = [
+        summary(generate(engine, [sample] * engine.num_replicas, world, n=1, max_response_len=8))[0] for sample in crowd
+    ]
+
     # Long responses, over several KV blocks, with vLLM's scheduler as it is and with our short cuts in it.
     engine._stop_token_ids, usual = [3], engine._stop_token_ids
     long = {}

@@ -78,6 +78,12 @@ def test_rollouts_do_not_depend_on_order_or_neighbours(found, layout):
     assert found[layout]["alone"] == [r for r in found[layout]["rollouts"] if r[0] == 4]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prompts_beyond_one_step_of_the_engine_are_sampled_as_if_alone(found, layout):
+    assert len(found[layout]["crowd"]) == 24
+    assert found[layout]["crowd"] == found[layout]["one by one"]
+
+
 def test_responses_of_a_group_differ_and_so_do_streams(found):
     rollouts = found["1 rank"]["rollouts"]
     assert len({tuple(ids) for uid, _, ids, _ in rollouts if uid == 0}) == 3
