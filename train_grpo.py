@@ -32,7 +32,7 @@ from lib.metrics import (
     perf_metrics,
     update_metrics,
 )  # fmt: skip
-from lib.optim import build_optimizer, optimizer_step, set_lr_
+from lib.optim import build_optimizer, moments_to_come, optimizer_step, set_lr_
 from lib.rollout import RolloutEngine
 from lib.sampling import Collector
 from lib.scoring import Scorer
@@ -136,7 +136,8 @@ def train(cfg: GRPOConfig) -> None:
         run.say(f"the policy is loaded; weights are gathered {gathered}, activations {activations} the backward pass")
         with startup.phase("sync the weights and compare all"):
             weight_sync = WeightSync(policy, engine, fsdp=cfg.fsdp)
-            num_compared = weight_sync.wake(names=None, time=nullcontext)
+            to_come = moments_to_come(each.optimizer for each in trained.values())
+            num_compared = weight_sync.wake(names=None, time=nullcontext, reserved_bytes=to_come)
         run.say(f"the engine holds the policy's weights: all {num_compared} tensors are equal bit for bit")
         if words := resume.in_words(cfg, num_steps):
             run.say(words)

@@ -43,7 +43,16 @@ from lib.errors import LockstepError, Stopped, UserError, check_fields
 from lib.kl import KLController
 from lib.model import CausalPolicy, Critic
 from lib.sampling import Collector
-from lib.tensor_files import Pieces, model_tensors, num_bytes, on_host, optimizer_tensors, own_pieces, write_pieces
+from lib.tensor_files import (
+    HostCopy,
+    Pieces,
+    locals_of,
+    model_tensors,
+    num_bytes,
+    optimizer_tensors,
+    own_pieces,
+    write_pieces,
+)
 from lib.tracking import Run
 
 TRAINER = "trainer.json"
@@ -169,6 +178,8 @@ class Checkpointer:
         self._saving: _Save | None = None
         self._problem: str | None = None  # why the last save failed
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._copy = HostCopy()
+        self._prepared: Future[None] | None = None  # its memory
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -192,6 +203,9 @@ class Checkpointer:
             states = self.world.gather((files.done(), files.done() and files.exception() is not None))
             if all(done for done, _ in states) or any(failed for _, failed in states):
                 self.wait()
+        if self.cfg.async_save and self._prepared is None:  # while the next step trains; now the moments exist
+            like = [torch.empty_like(local, device="meta") for local in locals_of(self._pieces()[0])]
+            self._prepared = self._writer.submit(self._copy.prepare, like)
         if step == self.num_steps:
             return self.cfg.at_end
         if self.cfg.every and step % self.cfg.every == 0:
@@ -218,7 +232,9 @@ class Checkpointer:
             return
         trainer = self._trainer()
         if self.cfg.async_save:
-            pieces = {place: on_host(own) for place, own in pieces.items()}
+            if self._prepared is not None:
+                self._prepared.result()
+            pieces = self._copy.take(pieces)
         files = self._writer.submit(self._write, staging, pieces, trainer)
         blocked_s = time.monotonic() - start
         self._saving = _Save(self._step, self._metrics, staging, inventory, size, start, blocked_s, files)
@@ -285,19 +301,24 @@ class Checkpointer:
     def _write(self, staging: Path, pieces: Mapping[str, Pieces], trainer: Mapping[str, Any]) -> dict[str, FileEntry]:
         """This rank's files, written and hashed; rank 0 also writes what is not a tensor. Holds no collective."""
         rank, size = self.world.rank, self.world.size
-        paths = {place: staging / place / f"shard-{rank + 1:05}-of-{size:05}.safetensors" for place in pieces}
-        written = list(paths.values())
-        for place, path in paths.items():
+
+        def write(place: str) -> tuple[str, FileEntry]:
+            path = staging / place / f"shard-{rank + 1:05}-of-{size:05}.safetensors"
             with disk_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_pieces(path, pieces[place])
-        if rank == 0:
-            with disk_errors(staging):
-                (staging / TRAINER).write_text(json.dumps(trainer), encoding="utf-8")
-                written.append(staging / TRAINER)
-                for role, trained in self.models.items():
-                    written += _write_beside_weights(staging / role / "huggingface", trained)
-        return hash_files(staging, [path.relative_to(staging).as_posix() for path in written], sync=True)
+                digest = write_pieces(path, pieces[place])
+                return path.relative_to(staging).as_posix(), FileEntry(path.stat().st_size, digest)
+
+        with ThreadPoolExecutor(len(pieces)) as pool:
+            files = dict(pool.map(write, pieces))
+        if rank != 0:
+            return files
+        with disk_errors(staging):
+            (staging / TRAINER).write_text(json.dumps(trainer), encoding="utf-8")
+            others = [staging / TRAINER]
+            for role, trained in self.models.items():
+                others += _write_beside_weights(staging / role / "huggingface", trained)
+        return files | hash_files(staging, [path.relative_to(staging).as_posix() for path in others], sync=True)
 
     def _stage(self, size: int) -> Path:
         self.run.catch_up()

@@ -10,7 +10,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lib.dist import World
+from lib.host_memory import HostMemory
 from lib.model import CausalPolicy, Critic, ModelConfig, build_critic, build_policy, load_weights_
+
+COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
+"""For inductor. The option lets it fuse the two sums of a norm's backward pass whatever the number of tokens. Without
+it the graph is guarded on that number, and a small micro-batch compiles all layers again (EXPERIMENTS.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +99,7 @@ def shard_(model: CausalPolicy | Critic, fsdp: FSDPConfig, world: World, *, dtyp
         # One graph serves all layers and any packed length. Attention in float32 loops over the sequences, so it would
         # need a graph for every number of them.
         if world.device.type == "cuda" and dtype is not torch.float32:
-            layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
+            layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, options=COMPILE_OPTIONS)
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=drop)
     if isinstance(model, Critic):  # on its own, so that it computes in its own precision
         fully_shard(model.score, mesh=mesh, reshard_after_forward=False)
@@ -164,14 +169,34 @@ def offload(fsdp: FSDPConfig, model: CausalPolicy | Critic) -> None:
     """Moves the model to the host if the config wants it there while the engine samples; returns cached memory."""
     reshard(model)
     if fsdp.param_offload:
-        model.to("cpu")
+        _to_host_(model)
     torch.cuda.empty_cache()  # a no-op without a GPU
+
+
+def _to_host_(model: CausalPolicy | Critic) -> None:
+    """`model.to("cpu")`, but always into the same memory, which is taken when the model leaves the GPU first."""
+    parameters = [p for p in model.parameters() if p.device.type != "cpu"]
+    if not parameters:
+        return
+    if model.host_memory is None:
+        model.host_memory = HostMemory([p.to_local() for p in parameters])
+    places = {id(p): place for p, place in zip(parameters, model.host_memory.tensors, strict=True)}
+
+    def move(tensor: Tensor) -> Tensor:
+        if id(tensor) not in places:
+            return tensor.to("cpu")  # a buffer
+        on_host = torch.empty_like(tensor, device="cpu")
+        on_host._local_tensor = places[id(tensor)].copy_(tensor.to_local(), non_blocking=True)
+        return on_host
+
+    model._apply(move)  # what `to` calls, and FSDP extends
+    torch.cuda.synchronize()
 
 
 def onload(fsdp: FSDPConfig, model: CausalPolicy | Critic, world: World) -> None:
     """Moves back to the rank's device what `offload` took away."""
     if fsdp.param_offload:
-        model.to(world.device)
+        model.to(world.device, non_blocking=True)
 
 
 def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lib.attention import PACKED, register_packed_attention
 from lib.dist import World
 from lib.errors import UserError
+from lib.host_memory import HostMemory
 from lib.ops import Statistic, linear_log_probs
 from lib.whole_tensors import SafetensorsFolder
 
@@ -53,6 +54,8 @@ class CausalPolicy(nn.Module):
         self.lm_head = None if self.tied else causal_lm.lm_head
         self.keeps_gathered = False
         """Whether shards are gathered once per optimizer step instead of in every pass; set where they are made."""
+        self.host_memory: HostMemory | None = None
+        """Where this rank's shards are while they are offloaded; taken by the first `offload`."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor,
@@ -82,7 +85,8 @@ class Critic(nn.Module):
         self.model = decoder
         self.score = nn.Linear(self.config.hidden_size, 1, dtype=decoder.dtype)
         self.keeps_gathered = False
-        """As the policy's."""
+        self.host_memory: HostMemory | None = None
+        """Both as the policy's."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor

@@ -1,7 +1,6 @@
 """AdamW, its schedule, and one optimizer step: clip by the global norm, skip what is not finite or exactly 0."""
 
 import math
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -13,6 +12,7 @@ from torch.optim.adamw import adamw
 
 from lib.errors import UserError, check_fields
 from lib.fsdp import reshard
+from lib.host_memory import HostMemory
 
 CHUNK = 2**26  # elements whose moments visit the GPU at once: 512 MiB, or one parameter that is larger
 
@@ -73,21 +73,17 @@ class HostAdamW(torch.optim.AdamW):
         """Raises UserError when the host cannot lock the memory."""
         super().__init__(parameters, **settings)
         held = [p for group in self.param_groups for p in group["params"]]
-        sizes = [_local(p).numel() for p in held]
-        # Locked by hand: torch's own page-locked tensors are rounded up to a power of two.
-        self._moments = torch.zeros(2, sum(sizes))  # (2, all elements of this rank)
-        address = self._moments.data_ptr()
-        if sum(sizes) and int(torch.cuda.cudart().cudaHostRegister(address, self._moments.nbytes, 0)):
+        self._memory = HostMemory([_local(p) for p in held] * 2)
+        if not self._memory.is_locked and self._memory.num_bytes:
             raise UserError(
                 "the host cannot hold the optimizer's moments; --fsdp.optimizer-offload True; found no "
-                f"{self._moments.nbytes / 2**30:.1f} GiB of memory that can be page-locked (ulimit -l, the container's "
-                "limit); turn it off, or use more ranks"
+                f"{self._memory.num_bytes / 2**30:.1f} GiB of memory that can be page-locked (ulimit -l, the "
+                "container's limit); turn it off, or use more ranks"
             )
-        weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, address)
-        for parameter, first, second in zip(held, *(row.split(sizes) for row in self._moments), strict=True):
-            shape = _local(parameter).shape
+        moments = self._memory.tensors
+        for parameter, first, second in zip(held, moments[: len(held)], moments[len(held) :], strict=True):
             counter = torch.zeros((), device=parameter.device)
-            self.state[parameter] = {"step": counter, "exp_avg": first.view(shape), "exp_avg_sq": second.view(shape)}
+            self.state[parameter] = {"step": counter, "exp_avg": first, "exp_avg_sq": second}
         self._arriving, self._leaving = torch.cuda.Stream(), torch.cuda.Stream()
 
     @torch.no_grad()
@@ -129,6 +125,12 @@ class HostAdamW(torch.optim.AdamW):
                 for name in ("exp_avg", "exp_avg_sq")
             )
         return moments, self._arriving.record_event()
+
+
+def moments_to_come(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Bytes of the moments that the first steps of these optimizers will put on this rank's GPU, for good."""
+    new = [p for each in optimizers for group in each.param_groups for p in group["params"] if not each.state.get(p)]
+    return sum(2 * _local(p).nbytes for p in new)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -223,21 +223,26 @@ class RolloutEngine:
         with torch.no_grad():
             self.model.load_weights(weights)
 
-    def wake(self, tag: Literal["weights", "kv_cache"]) -> None:
-        """Maps the engine's memory again; what it holds is garbage until weights are synchronised."""
+    def wake(self, tag: Literal["weights", "kv_cache"], *, reserved_bytes: int = 0) -> None:
+        """Maps the engine's memory again; what it holds is garbage until weights are synchronised.
+
+        Raises UserError on all ranks when a GPU has too little free memory, or would have once the trainer has taken
+        another `reserved_bytes`.
+        """
         if tag in self._awake:
             return
-        self.world.agree(lambda: self._check_room(tag))
+        self.world.agree(lambda: self._check_room(tag, reserved_bytes))
         self._llm.wake_up(tags=[tag])
         self._awake.add(tag)
 
-    def _check_room(self, tag: str) -> None:
+    def _check_room(self, tag: str, reserved_bytes: int) -> None:
         needed = self._sleeping_bytes[tag]
-        free = torch.cuda.mem_get_info(self.world.device)[0]
+        free = torch.cuda.mem_get_info(self.world.device)[0] - reserved_bytes
         if free < needed:
+            later = " as soon as the optimizer has its moments" if reserved_bytes else ""
             raise UserError(
                 f"not enough free GPU memory to wake the engine's {tag}; rank {self.world.rank}; found "
-                f"{free / 2**30:.1f} GiB free, expected {needed / 2**30:.1f} GiB; lower "
+                f"{max(free, 0) / 2**30:.1f} GiB free{later}, expected {needed / 2**30:.1f} GiB; lower "
                 f"--rollout.gpu-memory-utilization (now {self.cfg.gpu_memory_utilization}), or set "
                 "--fsdp.optimizer-offload True or --fsdp.param-offload True"
             )

@@ -9,7 +9,7 @@ exchanges pickled plans: this one streams, holds no collective, and so may run i
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from lib.dist import World
 from lib.errors import DamagedCheckpoint, UserError
 from lib.fsdp import reshard
+from lib.host_memory import HostMemory
 from lib.whole_tensors import write_safetensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -71,17 +72,46 @@ def num_bytes(pieces: Pieces) -> int:
     return sum(local.nbytes for local, _ in pieces.values())
 
 
-def on_host(pieces: Pieces) -> Pieces:
-    """A copy in host memory, which training does not touch."""
-    return {name: (local.to("cpu", copy=True), offsets) for name, (local, offsets) in pieces.items()}
+class HostCopy:
+    """A copy of all pieces in host memory, in the same place for every save."""
+
+    def __init__(self) -> None:
+        self._memory: HostMemory | None = None
+
+    def prepare(self, like: Sequence[Tensor]) -> None:
+        """Takes memory for tensors like these, unless it is there."""
+        shapes = [tensor.shape for tensor in like]  # all are float32
+        if self._memory is None or [tensor.shape for tensor in self._memory.tensors] != shapes:
+            self._memory = None  # given back first
+            self._memory = HostMemory(like)
+
+    def take(self, pieces: Mapping[str, Pieces]) -> dict[str, Pieces]:
+        """The pieces as they are now, which training does not touch: valid until the next call."""
+        self.prepare(locals_of(pieces))
+        places = iter(self._memory.tensors)
+        copies = {
+            place: {name: (next(places).copy_(local, non_blocking=True), begin) for name, (local, begin) in own.items()}
+            for place, own in pieces.items()
+        }
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return copies
 
 
-def write_pieces(path: Path, pieces: Pieces) -> None:
-    """Writes a safetensors file and brings it to the disk; host memory grows by a chunk. Raises OSError."""
+def locals_of(pieces: Mapping[str, Pieces]) -> list[Tensor]:
+    """The tensors of all pieces, in their order."""
+    return [local for own in pieces.values() for local, _ in own.values()]
+
+
+def write_pieces(path: Path, pieces: Pieces) -> str:
+    """Writes a safetensors file, brings it to the disk and gives its SHA-256; host memory grows by a chunk.
+
+    Raises OSError.
+    """
     tensors = {name: (local.dtype, tuple(local.shape)) for name, (local, _) in pieces.items()}
     sharding = {name: {"saved_offsets": offsets} for name, (_, offsets) in pieces.items()}
     about = {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0"}
-    write_safetensors(path, tensors, (local for local, _ in pieces.values()), about)
+    return write_safetensors(path, tensors, (local for local, _ in pieces.values()), about)
 
 
 def _like(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -111,13 +111,15 @@ class WeightSync:
         self._padding: list[Tensor] = []
         self._shards: list[Tensor] | None = None  # on a single rank: what goes into each place, in their order
 
-    def wake(self, *, names: list[str] | None, time: Callable[[str], AbstractContextManager]) -> int:
+    def wake(
+        self, *, names: list[str] | None, time: Callable[[str], AbstractContextManager], reserved_bytes: int = 0
+    ) -> int:
         """Hands the GPU from trainer to engine: the engine comes back awake, with the policy's weights, proved.
 
         The order keeps the peak low: the engine's weights are mapped and written while the policy is still here; then
         the policy leaves (if the config says so) and the KV cache takes its place. `names` are the engine parameters
         to compare (None: all, after a first sync through the engine's loader); gives how many were. `time(name)`
-        measures a body.
+        measures a body. `reserved_bytes` of the GPU's memory must be left (UserError).
         """
         with time("wake"):
             reshard(self.policy)
@@ -130,7 +132,7 @@ class WeightSync:
             num_verified = self.verify(names)
         with time("wake"):
             offload(self.fsdp, self.policy)
-            self.engine.wake("kv_cache")
+            self.engine.wake("kv_cache", reserved_bytes=reserved_bytes)
         return num_verified
 
     @torch.no_grad()

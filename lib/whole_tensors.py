@@ -4,10 +4,12 @@ Reads what `torch.distributed.checkpoint` writes with its safetensors storage: o
 DCP_SHARDING_INFO says at which offsets of the whole tensor a piece belongs.
 """
 
+import hashlib
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -208,9 +210,10 @@ def _read_tensor(file: Path, name: str) -> Tensor:
 
 def write_safetensors(
     file: Path, tensors: Mapping[str, tuple[torch.dtype, Shape]], numbers: Iterable[Tensor], about: Mapping[str, str]
-) -> None:
+) -> str:
     """8 bytes of little-endian header length, a JSON header, then `numbers`, one tensor for each of `tensors`, written
-    as they come and brought to the disk: the format's own library would want all of them in memory. Raises OSError."""
+    as they come and brought to the disk: the format's own library would want all of them in memory. Gives the SHA-256
+    of what was written, which another thread computes meanwhile. Raises OSError."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -218,10 +221,19 @@ def write_safetensors(
         header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
-    with open(file, "xb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
+
+    digest = hashlib.sha256()
+    with open(file, "xb") as stream, ThreadPoolExecutor(1) as hasher:
+
+        def write(part: Any) -> None:
+            hashed = hasher.submit(digest.update, part)
+            stream.write(part)
+            hashed.result()
+
+        write(len(text).to_bytes(8, "little") + text)
         for tensor in numbers:
             for part in tensor.detach().contiguous().view(-1).view(torch.uint8).split(CHUNK):
-                stream.write(part.cpu().numpy())
+                write(part.cpu().numpy())
         stream.flush()
         os.fsync(stream.fileno())
+    return digest.hexdigest()

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from lib.advantages import GroupAdvantage
 from lib.batching import make_batch
 from lib.dist import SINGLE
-from lib.optim import OptimConfig, build_optimizer, optimizer_step
+from lib.optim import OptimConfig, build_optimizer, moments_to_come, optimizer_step
 from tests.ranks import torchrun
 from tests.test_forward import reference_log_probs
 from tests.tiny import make_model, make_rollouts
@@ -95,6 +95,15 @@ def test_a_step_is_taken_for_a_finite_gradient_other_than_zero(gradient, taken):
             parameter.grad = torch.full_like(parameter, step_gradient)
         assert optimizer_step(model, optimizer, clip_grad=1.0)[1] == expected
         assert torch.equal(model.weight, before) != expected and model.weight.grad is None
+
+
+def test_moments_to_come_are_those_of_parameters_that_have_none_yet():
+    model = nn.Linear(3, 2)
+    optimizer = build_optimizer(model, OptimConfig())
+    assert moments_to_come([optimizer, optimizer]) == 2 * 8 * (3 * 2 + 2)
+    model.bias.grad = torch.ones(2)
+    optimizer.step()
+    assert moments_to_come([optimizer]) == 8 * 3 * 2
 
 
 def test_a_nan_on_one_rank_or_no_token_to_train_on_moves_no_weight_on_any_rank(results):

@@ -34,6 +34,7 @@ def backward(policy, mini_batch, world, budget, mode="seq-mean-token-mean"):
     for place, micro_batch in enumerate(micro_batches, start=1):
         begin_micro_batch(policy, last=place == len(micro_batches))
         log_probs, entropy = forward_policy(policy, micro_batch, temperature=0.9)
+        micro_batch = micro_batch.to(log_probs.device)
         token_loss, _ = ClipLoss()(log_probs, micro_batch)
         token_loss = token_loss - 0.01 * entropy + 0.1 * kl_to_reference(log_probs, micro_batch, kl_type="k3")
         (aggregate(token_loss, micro_batch.response_mask, mode) / denominator).backward()

@@ -101,6 +101,10 @@ def test_moments_on_the_host_give_the_same_weights_bit_for_bit(update):
     assert update["optimizer"] == {"same": [True] * 4, "pinned": True, "at": "cpu"}
 
 
+def test_an_engine_without_room_for_what_the_trainer_will_take_is_refused(engine):
+    assert "wake the engine's kv_cache; rank 0; found 0.0 GiB free as soon as the optimizer" in engine["no room"]
+
+
 def test_both_ways_of_syncing_arrive_whole(engine):
     assert [engine["loaded"], *engine["copied"]] == [2 * 8 + 2] * 3
 

@@ -18,6 +18,7 @@ from lib.aggregation import aggregate
 from lib.batching import iter_micro_batches, make_batch
 from lib.correction import CORRECTIONS
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
+from lib.errors import UserError
 from lib.forward import forward_policy
 from lib.fsdp import FSDPConfig, begin_micro_batch, load_policy
 from lib.losses import ClipLoss
@@ -69,7 +70,7 @@ def of_the_update(path, world):
     policy = load_policy(ModelConfig(dtype="bfloat16", gradient_checkpointing=False), path, FSDPConfig(), world)
     compiled = gradients(policy, batch)
     found["graphs"] = []
-    for num_groups in (2, 3, 4, 5, 8):
+    for num_groups in (2, 3, 40, 4, 5, 8):
         gradients(policy, make(num_groups, world))
         found["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     with torch.compiler.set_stance("force_eager"):
@@ -121,6 +122,10 @@ def of_the_engine(path, world):
     )  # fmt: skip
     engine.sleep()
     policy, found = load_policy(ModelConfig(dtype="bfloat16"), path, FSDPConfig(), world), {}
+    try:
+        engine.wake("kv_cache", reserved_bytes=torch.cuda.mem_get_info()[0])
+    except UserError as error:
+        found["no room"] = str(error)
     weight_sync = WeightSync(policy, engine, fsdp=FSDPConfig())
     engine.wake("weights")
     weight_sync.load()

@@ -1,0 +1,97 @@
+"""Saving and going on where the weights are a GPU's, and the moments its own or the host's.
+
+The loop is tests/checkpoint_worker.py's, in this process, in bfloat16 as users train and in float32.
+"""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lib.dist import init_distributed
+from lib.fsdp import load_policy
+from lib.optim import HostAdamW, build_optimizer
+from lib.resume import find_resume
+from lib.tensor_files import model_tensors, optimizer_tensors, own_pieces
+from tests.checkpoint_worker import config, train
+from tests.tiny import make_model, make_tokenizer
+
+pytestmark = pytest.mark.gpu
+ON_HOST = ("--fsdp.optimizer-offload", "True", "--fsdp.param-offload", "True")
+ASYNC = ("--checkpoint.async-save", "True")
+
+
+@pytest.fixture(scope="module")
+def world():
+    return init_distributed()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = make_model(tmp_path_factory.mktemp("model") / "model")
+    make_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def start(request, model, world):
+    """A function that trains: a run's folder, its steps, options. Saves every second step."""
+
+    def run(folder, num_steps, *words):
+        common = ("--model.dtype", request.param, "--checkpoint.every", 2, "--checkpoint.keep", "None")
+        return train(config(model, "--run-dir", folder, "--num-steps", num_steps, *common, *words), world)
+
+    run.dtype = request.param
+    run.tolerance = {"float32": 1e-4, "bfloat16": 0.05}[request.param]
+    return run
+
+
+@pytest.fixture(scope="module")
+def straight(start, tmp_path_factory):
+    """A run of 4 steps and what it computed. Not to be changed."""
+    folder = tmp_path_factory.mktemp("runs") / "straight"
+    return folder, start(folder, 4)
+
+
+def distance(ours, expected, start):
+    """How far apart two results of training are, as a share of how far training went."""
+    moved = sum(float((expected[name].cpu() - start[name]).square().sum()) for name in expected)
+    apart = sum(float((expected[name] - ours[name]).square().sum()) for name in expected)
+    return (apart / moved) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "saving, going_on",
+    [((), ON_HOST), (ON_HOST, ()), (ASYNC, ()), ((*ON_HOST, *ASYNC), ON_HOST)],
+    ids=["gpu to host", "host to gpu", "async", "async on host"],
+)
+def test_a_run_goes_on_as_if_nothing_had_happened(start, straight, tmp_path, saving, going_on):
+    start(tmp_path / "first", 4, *saving)
+    shutil.copytree(tmp_path / "first", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "global_step_4")
+    found = start(tmp_path / "run", 4, "--checkpoint.resume", tmp_path / "run" / "global_step_2", *going_on)
+    assert set(found["losses"]) == {3, 4}
+    assert found["uids"] == {step: straight[1]["uids"][step] for step in (3, 4)}
+    saved = load_file(tmp_path / "run" / "global_step_2" / "actor" / "model" / "shard-00001-of-00001.safetensors")
+    apart = distance(found["weights"], straight[1]["weights"], saved)
+    print("apart", apart, "gradient norms", found["losses"], straight[1]["losses"])
+    assert apart < start.tolerance
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_every_saved_tensor_is_loaded_bit_for_bit(start, straight, model, world, tmp_path, on_host):
+    saved_at = shutil.copytree(straight[0] / "global_step_4", tmp_path / "global_step_4")
+    cfg = config(model, "--model.dtype", start.dtype, "--run-dir", tmp_path / "new", "--checkpoint.resume", saved_at)
+    policy = load_policy(cfg.model, str(model), cfg.fsdp, world)
+    optimizer = build_optimizer(policy, cfg.optim, on_host=on_host)
+    assert isinstance(optimizer, HostAdamW) == on_host
+    find_resume(cfg, world).load_("actor", policy, optimizer, world)
+    weights, moments = model_tensors(policy), optimizer_tensors(policy, optimizer)
+    for kind, loaded in ("model", weights), ("optim", moments):
+        saved = load_file(saved_at / "actor" / kind / "shard-00001-of-00001.safetensors")
+        assert set(saved) == set(loaded) and len(saved) > 20
+        for name, (local, _) in own_pieces(loaded, world).items():  # of one rank: everything
+            assert torch.equal(local.cpu(), saved[name]), name
+    where = {tensor.device.type for name, tensor in moments.items() if name.startswith("exp_avg")}
+    assert where == {"cpu" if on_host else world.device.type}
