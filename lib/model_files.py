@@ -76,10 +76,16 @@ def check_critic_files(path: str, policy: ModelFiles, *, max_prompt_len: int, ma
     tokenizer: the ids are the policy's. Raises UserError, with a remedy, for a folder that could not be trained or
     whose vocabulary is not the policy's.
     """
-    if not path.strip():
-        return ModelFiles(
-            folder=policy.folder, config=policy.config, num_parameters=_count(critic_shapes(policy.config))
-        )
+    folder, config = policy.folder, policy.config
+    if path.strip():
+        folder, config = _find_critic(path, policy, max_prompt_len, max_response_len)
+    check_weights(folder, expected_shapes(config), optional=critic_shapes(config))  # a head may lie in any folder
+    return ModelFiles(folder=folder, config=config, num_parameters=_count(critic_shapes(config)))
+
+
+def _find_critic(
+    path: str, policy: ModelFiles, max_prompt_len: int, max_response_len: int
+) -> tuple[Path, dict[str, Any]]:
     folder = _find_folder(path, "--critic.model.path")
     config = _read_config(folder, "--critic.model.path")
     _check_architecture(config, folder, CRITIC_ARCHITECTURES)
@@ -97,8 +103,7 @@ def check_critic_files(path: str, policy: ModelFiles, *, max_prompt_len: int, ma
             f"the critic's head gives several numbers a token; {folder / 'config.json'}; found {num_labels} labels, "
             "expected 1 (num_labels=1); use a value model, or the causal language model: its head then starts at 0"
         )
-    check_weights(folder, expected_shapes(config))
-    return ModelFiles(folder=folder, config=config, num_parameters=_count(critic_shapes(config)))
+    return folder, config
 
 
 def _count(shapes: dict[str, Shape]) -> int:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ DOWNLOAD_AGAIN = "download or copy the folder again"
 Shape = tuple[int, ...]
 
 
-def check_weights(folder: Path, expected: dict[str, Shape]) -> None:
-    """Raises UserError unless the folder's safetensors hold the expected tensors, whole and in these shapes."""
+def check_weights(folder: Path, expected: dict[str, Shape], *, optional: Mapping[str, Shape] | None = None) -> None:
+    """Raises UserError unless the folder's safetensors hold the expected tensors, whole and in these shapes.
+
+    `optional`: tensors that may be left out, but must have these shapes.
+    """
     found: dict[str, Shape] = {}
     for file, names in iter_weight_files(folder):
         header = read_safetensors_header(file)
@@ -35,7 +38,8 @@ def check_weights(folder: Path, expected: dict[str, Shape]) -> None:
             f"the weights lack tensors; {folder}; found {len(found)} tensors, expected also {_some(missing)}; "
             f"use the config.json that belongs to these weights, or {DOWNLOAD_AGAIN}"
         )
-    for name, shape in expected.items():
+    present = {name: shape for name, shape in (optional or {}).items() if name in found}
+    for name, shape in (expected | present).items():
         if found[name] != shape:
             raise UserError(
                 f"a tensor's shape differs from config.json; {name} in {folder}; found {list(found[name])}, expected "

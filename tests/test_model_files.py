@@ -347,6 +347,17 @@ def test_a_critic_without_its_head_or_that_is_not_there_is_refused(folder: Path,
     assert "--critic.model.path is an adapter" in critic_message(critic, folder)
 
 
+@pytest.mark.parametrize(("name", "shape"), [("score.weight", (2, 16)), ("score.weight", (16,)), ("score.bias", (2,))])
+def test_a_head_of_another_shape_is_refused_also_where_it_may_be_left_out(
+    folder: Path, critic: Path, name: str, shape: tuple
+) -> None:
+    for path, config in ((critic, CRITIC), (folder, CONFIG)):
+        (path / "model.safetensors").write_bytes(safetensors(expected_shapes(config) | {name: shape}))
+        text = critic_message(path, folder)
+        assert f"{name} in {path}; found {list(shape)}, expected" in text, text
+    assert name in critic_message("", folder)
+
+
 def test_a_critic_is_no_policy(critic: Path) -> None:
     assert "Qwen3ForTokenClassification" in message(critic)
 
