@@ -175,6 +175,7 @@ class Checkpointer:
         self.longest_save_s = 0.0
         """From the start of a save until its checkpoint was whole; 0: none so far."""
         self._last = time.monotonic()
+        self._is_stopping = False
         self._saving: _Save | None = None
         self._problem: str | None = None  # why the last save failed
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -187,6 +188,7 @@ class Checkpointer:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """A run that is stopped first saves the state at the end of its last step."""
         if isinstance(error, Stopped):
+            self._is_stopping = True
             self.save()
             self.finish()
 
@@ -364,7 +366,8 @@ class Checkpointer:
 
     def _warn(self, step: int, problem: str) -> None:
         self._problem = problem
-        self.run.say(f"warning: no checkpoint at step {step}, and training goes on: {problem}")
+        goes_on = "" if self._is_stopping or step == self.num_steps else ", and training goes on"
+        self.run.say(f"warning: no checkpoint at step {step}{goes_on}: {problem}")
 
 
 def _write_beside_weights(folder: Path, trained: Trained) -> list[Path]:

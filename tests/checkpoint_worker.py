@@ -10,6 +10,7 @@ step's save, as on a full disk.
 import resource
 import sys
 import threading
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -87,7 +88,7 @@ def train(cfg, world, *, full=None, validate=lambda step: {}, before_save=lambda
     resume.check_steps(cfg.num_steps)
     found, gate = {"uids": {}, "losses": {}}, threading.Event()
     with Run(cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=cfg.num_steps, overwrite=cfg.overwrite,
-             last_row=resume.last_row, resumable=resume.path is not None) as run:  # fmt: skip
+             last_row=resume.last_row, resumable=resume.path is not None) as run, ExitStack() as stack:  # fmt: skip
         policy = load_policy(cfg.model, str(files.folder), cfg.fsdp, world)
         optimizer = build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload)
         resume.load_("actor", policy, optimizer, world)
@@ -101,11 +102,11 @@ def train(cfg, world, *, full=None, validate=lambda step: {}, before_save=lambda
             prompts=prompts, collector=collector, kl_controller=KLController(cfg.kl_reward), constant_groups=[]
         )
         progress.restore(resume.trainer)
-        checkpointer = Checkpointer(
+        checkpointer = stack.enter_context(Checkpointer(
             cfg.checkpoint, run, world, config=to_json(cfg), progress=progress, num_steps=cfg.num_steps,
             models={"actor": Trained(model=policy, optimizer=optimizer, folder=files.folder)}, resumed=resume.path,
             trainer=resume.trainer,
-        )  # fmt: skip
+        ))  # fmt: skip
         for step in range(resume.step + 1, cfg.num_steps + 1):
             groups = next_groups(collector, prompts, cfg, world)
             batch = make_batch([r for group in groups for r in group], world, mini_batch_size=cfg.mini_batch_size)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lib.dist import SINGLE, init_distributed
-from lib.errors import LockstepError, NoSpace, UserError
+from lib.errors import LockstepError, NoSpace, Stopped, UserError
 from lib.run_folder import append, read_metrics, read_status
 from lib.tracking import Run, TrackingConfig
 from tests.checkpoint_folders import fill, on_small_disk
@@ -126,7 +126,25 @@ def full_to_the_end(disk: Path, model: Path) -> None:
 def test_a_run_that_ends_without_room_says_what_is_lost_and_goes_on_from_its_checkpoint(tmp_path, model):
     out = on_disk(tmp_path, "full_to_the_end", model)
     assert out.count("warning: no space for what was logged from step 3 on, and it is lost; ") == 2
+    assert out.count("warning: no checkpoint at step 4: no space for what was logged; ") == 1
     assert "acc/mean@1: 0.100 (step 1) -> 0.400 (step 4)" in out.split("---- without a checkpoint")[1]
+
+
+def stopped_without_room(disk: Path, model: Path) -> None:
+    def validate(step):
+        if step == 3:
+            fill(disk / "ballast")
+        if step == 5:
+            raise Stopped("asked to")
+
+    with pytest.raises(LockstepError, match="the run's last checkpoint was not written; no space for what was logged"):
+        start(model, disk / "run", 6, validate=validate)
+
+
+def test_a_run_that_is_stopped_without_room_does_not_say_that_training_goes_on(tmp_path, model):
+    out = on_disk(tmp_path, "stopped_without_room", model)
+    assert out.count("warning: no checkpoint at step 4, and training goes on: no space for what was logged; ") == 1
+    assert out.count("warning: no checkpoint at step 4: no space for what was logged; ") == 1
 
 
 def failing_with_room_again(disk: Path) -> None:
