@@ -86,7 +86,7 @@ class CheckpointConfig:
     keep_optimizer: int | None = None
     """Newest checkpoints that keep the optimizer's state, at least 1: older ones cannot be continued; None: all."""
     async_save: bool = False
-    """Go on training while files are written, from a copy of weights and optimizer in host memory."""
+    """Go on training while files are written, from a copy of weights and optimizer in host memory, kept for good."""
 
     def __post_init__(self) -> None:
         check_fields(
