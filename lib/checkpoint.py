@@ -178,7 +178,9 @@ class Checkpointer:
         self._is_stopping = False
         self._saving: _Save | None = None
         self._problem: str | None = None  # why the last save failed
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # A new thread's GPU is the first one, whichever is this rank's.
+        to_gpu = (torch.cuda.set_device, (world.device,)) if world.device.type == "cuda" else (None, ())
+        self._writer = ThreadPoolExecutor(1, "checkpoint", *to_gpu)
         self._copy = HostCopy()
         self._prepared: Future[None] | None = None  # its memory
 
@@ -308,8 +310,7 @@ class Checkpointer:
             path = staging / place / f"shard-{rank + 1:05}-of-{size:05}.safetensors"
             with disk_errors(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
-                digest = write_pieces(path, pieces[place])
-                return path.relative_to(staging).as_posix(), FileEntry(path.stat().st_size, digest)
+                return path.relative_to(staging).as_posix(), write_pieces(path, pieces[place])
 
         with ThreadPoolExecutor(len(pieces)) as pool:
             files = dict(pool.map(write, pieces))
@@ -366,7 +367,7 @@ class Checkpointer:
 
     def _warn(self, step: int, problem: str) -> None:
         self._problem = problem
-        goes_on = "" if self._is_stopping or step == self.num_steps else ", and training goes on"
+        goes_on = "" if self._is_stopping or self._step == self.num_steps else ", and training goes on"
         self.run.say(f"warning: no checkpoint at step {step}{goes_on}: {problem}")
 
 

@@ -7,7 +7,7 @@
 
 Files of a published checkpoint are never written again; `prune` may replace the manifest, in one rename, by one without
 the optimizer's files. One run writes into RUN at a time, one save after the other; readers may be anywhere. With
-several ranks, each hashes the files that it wrote (`hash_files`), and one calls `stage`, `publish`, `discard`, `prune`.
+several ranks, each hashes the files that it writes, and one calls `stage`, `publish`, `discard`, `prune`.
 """
 
 import hashlib

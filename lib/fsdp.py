@@ -174,23 +174,29 @@ def offload(fsdp: FSDPConfig, model: CausalPolicy | Critic) -> None:
 
 
 def _to_host_(model: CausalPolicy | Critic) -> None:
-    """`model.to("cpu")`, but always into the same memory, which is taken when the model leaves the GPU first."""
+    """`model.to("cpu")` into memory that is taken when the model leaves the GPU first, and kept.
+
+    FSDP pads shards that are shorter than others, in memory of its own, as soon as they are put in place: so all of
+    them have arrived before.
+    """
     parameters = [p for p in model.parameters() if p.device.type != "cpu"]
     if not parameters:
         return
     if model.host_memory is None:
         model.host_memory = HostMemory([p.to_local() for p in parameters])
     places = {id(p): place for p, place in zip(parameters, model.host_memory.tensors, strict=True)}
+    for parameter in parameters:
+        places[id(parameter)].copy_(parameter.to_local(), non_blocking=True)
+    torch.cuda.synchronize()
 
     def move(tensor: Tensor) -> Tensor:
         if id(tensor) not in places:
             return tensor.to("cpu")  # a buffer
         on_host = torch.empty_like(tensor, device="cpu")
-        on_host._local_tensor = places[id(tensor)].copy_(tensor.to_local(), non_blocking=True)
+        on_host._local_tensor = places[id(tensor)]
         return on_host
 
     model._apply(move)  # what `to` calls, and FSDP extends
-    torch.cuda.synchronize()
 
 
 def onload(fsdp: FSDPConfig, model: CausalPolicy | Critic, world: World) -> None:

@@ -7,11 +7,13 @@ power of two.
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 ALIGNMENT = 64  # bytes at whose multiples tensors begin
+PAGE = 4096  # bytes; what is locked begins and ends with a page, of which no other block has a part
 
 
 class HostMemory:
@@ -26,14 +28,18 @@ class HostMemory:
         for tensor in like:
             starts.append(end)
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        block = torch.zeros(end, dtype=torch.uint8)
-        self.num_bytes = end
+        self.num_bytes = -(-end // PAGE) * PAGE
+        block = torch.zeros(self.num_bytes + PAGE, dtype=torch.uint8)
+        block = block[-block.data_ptr() % PAGE :][: self.num_bytes]
         self.is_locked = False
         if end and torch.cuda.is_initialized():
             runtime, address = torch.cuda.cudart(), block.data_ptr()
-            self.is_locked = int(runtime.cudaHostRegister(address, end, 0)) == 0
+            self.is_locked = int(runtime.cudaHostRegister(address, self.num_bytes, 0)) == 0
             if self.is_locked:
                 weakref.finalize(self, runtime.cudaHostUnregister, address)
+            else:
+                with suppress(RuntimeError):  # the error is kept for the next kernel to raise: this one
+                    torch.zeros(1, device="cuda")
         self.tensors = [
             block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(starts, like, strict=True)

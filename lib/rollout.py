@@ -68,7 +68,8 @@ class RolloutConfig:
     max_num_seqs: int | None = None
     """Most responses in flight per replica; None: all that are asked for, 2,048 at most."""
     max_num_batched_tokens: int = 16384
-    """Most tokens that the engine computes at once, prompts and responses together."""
+    """Most tokens that the engine computes at once, prompts and responses together; on a CPU at least a prompt and its
+    response."""
     max_cudagraph_capture_size: int = 2048
     """Largest batch replayed as a CUDA graph, in sequences; larger ones run slower, capturing takes start-up time."""
     enforce_eager: bool = False

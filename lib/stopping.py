@@ -138,8 +138,9 @@ class Stopper:
             signal.signal(number, _take_note)
             signal.siginterrupt(number, False)  # no system call of anybody's fails for it
             self._replaced.setdefault(number, handler or signal.SIG_DFL)
-            self._ours[number] = ctypes.create_string_buffer(SIGACTION_BYTES)
-            LIBC.sigaction(number, None, self._ours[number])
+            ours = ctypes.create_string_buffer(SIGACTION_BYTES)
+            LIBC.sigaction(number, None, ours)
+            self._ours[number] = ours  # the watcher uses it from now on
         signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
     # What follows runs in the watcher's thread.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from lib.checkpoint_files import FileEntry
 from lib.dist import World
 from lib.errors import DamagedCheckpoint, UserError
 from lib.fsdp import reshard
@@ -103,8 +104,8 @@ def locals_of(pieces: Mapping[str, Pieces]) -> list[Tensor]:
     return [local for own in pieces.values() for local, _ in own.values()]
 
 
-def write_pieces(path: Path, pieces: Pieces) -> str:
-    """Writes a safetensors file, brings it to the disk and gives its SHA-256; host memory grows by a chunk.
+def write_pieces(path: Path, pieces: Pieces) -> FileEntry:
+    """Writes a safetensors file, brings it to the disk and gives its size and hash; host memory grows by a chunk.
 
     Raises OSError.
     """

@@ -252,7 +252,7 @@ ROLLOUTS = _under(
         ),
         "enforce_eager": ("--rollout.enforce-eager", ""),
         "enable_prefix_caching": ("--rollout.enable-prefix-caching", "the cache is emptied after every weight sync"),
-        "enable_chunked_prefill": ("", ALWAYS),
+        "enable_chunked_prefill": ("", "not needed: on with a GPU, off on a CPU"),
         "cudagraph_capture_sizes": ("--rollout.max-cudagraph-capture-size", "the largest size only"),
         "free_cache_engine": ("--rollout.sleep", ""),
         "enable_sleep_mode": ("--rollout.sleep", ""),

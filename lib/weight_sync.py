@@ -151,7 +151,7 @@ class WeightSync:
                     for piece, place in self._places[source]:
                         place.copy_(_part(piece, weight, place))
             return
-        if self._shards is None or self.fsdp.param_offload:  # which gives the shards new addresses
+        if self._shards is None:
             reshard(self.policy)
             self._shards = [
                 _part(piece, parameter.detach().to_local(), place)
@@ -160,6 +160,8 @@ class WeightSync:
             ]
         # One call: to launch hundreds of copies takes far longer than to copy.
         torch._foreach_copy_([place for places in self._places.values() for _, place in places], self._shards)
+        if self.fsdp.param_offload:  # they leave the GPU, and come back to other addresses
+            self._shards = None
 
     def _find_places(self) -> None:
         held = self.engine.parameters()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lib.checkpoint_files import FileEntry
 from lib.errors import DamagedCheckpoint, UserError
 from lib.weight_files import DOWNLOAD_AGAIN, Shape, iter_weight_files
 
@@ -210,10 +211,10 @@ def _read_tensor(file: Path, name: str) -> Tensor:
 
 def write_safetensors(
     file: Path, tensors: Mapping[str, tuple[torch.dtype, Shape]], numbers: Iterable[Tensor], about: Mapping[str, str]
-) -> str:
+) -> FileEntry:
     """8 bytes of little-endian header length, a JSON header, then `numbers`, one tensor for each of `tensors`, written
-    as they come and brought to the disk: the format's own library would want all of them in memory. Gives the SHA-256
-    of what was written, which another thread computes meanwhile. Raises OSError."""
+    as they come and brought to the disk: the format's own library would want all of them in memory. Gives size and hash
+    of what was to be written; another thread hashes meanwhile. Raises OSError."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -222,7 +223,7 @@ def write_safetensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
 
-    digest = hashlib.sha256()
+    digest, size = hashlib.sha256(), len(text) + 8 + end
     with open(file, "xb") as stream, ThreadPoolExecutor(1) as hasher:
 
         def write(part: Any) -> None:
@@ -236,4 +237,4 @@ def write_safetensors(
                 write(part.cpu().numpy())
         stream.flush()
         os.fsync(stream.fileno())
-    return digest.hexdigest()
+    return FileEntry(size, digest.hexdigest())
