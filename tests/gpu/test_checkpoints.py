@@ -43,7 +43,6 @@ def start(request, model, world):
         return train(config(model, "--run-dir", folder, "--num-steps", num_steps, *common, *words), world)
 
     run.dtype = request.param
-    run.tolerance = {"float32": 1e-4, "bfloat16": 0.05}[request.param]
     return run
 
 
@@ -52,13 +51,6 @@ def straight(start, tmp_path_factory):
     """A run of 4 steps and what it computed. Not to be changed."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
     return folder, start(folder, 4)
-
-
-def distance(ours, expected, start):
-    """How far apart two results of training are, as a share of how far training went."""
-    moved = sum(float((expected[name].cpu() - start[name]).square().sum()) for name in expected)
-    apart = sum(float((expected[name] - ours[name]).square().sum()) for name in expected)
-    return (apart / moved) ** 0.5
 
 
 @pytest.mark.parametrize(
@@ -71,12 +63,10 @@ def test_a_run_goes_on_as_if_nothing_had_happened(start, straight, tmp_path, sav
     shutil.copytree(tmp_path / "first", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "global_step_4")
     found = start(tmp_path / "run", 4, "--checkpoint.resume", tmp_path / "run" / "global_step_2", *going_on)
-    assert set(found["losses"]) == {3, 4}
     assert found["uids"] == {step: straight[1]["uids"][step] for step in (3, 4)}
-    saved = load_file(tmp_path / "run" / "global_step_2" / "actor" / "model" / "shard-00001-of-00001.safetensors")
-    apart = distance(found["weights"], straight[1]["weights"], saved)
-    print("apart", apart, "gradient norms", found["losses"], straight[1]["losses"])
-    assert apart < start.tolerance
+    assert found["losses"] == {step: straight[1]["losses"][step] for step in (3, 4)}
+    for name, tensor in straight[1]["weights"].items():
+        assert torch.equal(tensor, found["weights"][name]), name
 
 
 @pytest.mark.parametrize("on_host", [False, True])
