@@ -134,6 +134,9 @@ def train(cfg: GRPOConfig) -> None:
         gathered = "once per optimizer step" if policy.keeps_gathered else "in every pass"
         activations = "recomputed in" if policy.model.is_gradient_checkpointing else "kept for"
         run.say(f"the policy is loaded; weights are gathered {gathered}, activations {activations} the backward pass")
+        if engine.on_gpu:
+            stays = engine.stays(min(each.model.spare_bytes for each in trained.values()))
+            run.say(f"the engine {'keeps its memory' if stays else 'sleeps'} during updates")
         with startup.phase("sync the weights and compare all"):
             weight_sync = WeightSync(policy, engine, fsdp=cfg.fsdp)
             to_come = moments_to_come(each.optimizer for each in trained.values())

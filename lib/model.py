@@ -56,6 +56,8 @@ class CausalPolicy(nn.Module):
         """Whether shards are gathered once per optimizer step instead of in every pass; set where they are made."""
         self.host_memory: HostMemory | None = None
         """Where this rank's shards are while they are offloaded; taken by the first `offload`."""
+        self.spare_bytes = 0
+        """What its update leaves of this rank's GPU; set where it is loaded."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor,
@@ -86,7 +88,8 @@ class Critic(nn.Module):
         self.score = nn.Linear(self.config.hidden_size, 1, dtype=decoder.dtype)
         self.keeps_gathered = False
         self.host_memory: HostMemory | None = None
-        """Both as the policy's."""
+        self.spare_bytes = 0
+        """All as the policy's."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor

@@ -82,8 +82,8 @@ class RolloutConfig:
     max_continued: int = 2
     """Most steps in which a response goes on after its first, with --rollout.partial-share below 1; the last of them
     waits for it."""
-    sleep: bool = True
-    """Free the engine's GPU memory while training; turning it off keeps weights and KV cache resident."""
+    sleep: bool | None = None
+    """Free the engine's GPU memory while training; None: only where an update without recomputation needs it."""
     cpu_kv_cache_gib: float = 1.0
     """KV cache when running on a CPU, in GiB per rank."""
 
@@ -176,7 +176,7 @@ class RolloutEngine:
             )
         self.on_gpu = world.device.type == "cuda"
         self._stop_token_ids = TokenIds(stop_token_ids)
-        self._sleeps = cfg.sleep and self.on_gpu
+        self._sleeps = cfg.sleep is not False and self.on_gpu
         self.max_num_seqs = cfg.max_num_seqs or min(
             2048, cfg.max_num_batched_tokens, -(-most_responses // self.num_replicas)
         )
@@ -232,6 +232,7 @@ class RolloutEngine:
         """
         if tag in self._awake:
             return
+        torch.cuda.empty_cache()  # what the trainer has freed
         self.world.agree(lambda: self._check_room(tag, reserved_bytes))
         self._llm.wake_up(tags=[tag])
         self._awake.add(tag)
@@ -248,8 +249,18 @@ class RolloutEngine:
                 "--fsdp.optimizer-offload True or --fsdp.param-offload True"
             )
 
+    def stays(self, spare_bytes: int) -> bool:
+        """Whether the engine keeps its memory from now on: `sleep` frees nothing where the trainer, at its largest,
+        leaves `spare_bytes` of every GPU that the engine fits into. --rollout.sleep True and False decide it instead.
+
+        The engine has slept before. Executed by all ranks together.
+        """
+        if self._sleeps and self.cfg.sleep is None:
+            self._sleeps = not self.world.all_agree(sum(self._sleeping_bytes.values()) <= spare_bytes)
+        return not self._sleeps
+
     def sleep(self) -> None:
-        """Frees weights and KV cache (level 2: nothing is kept, the next sync writes every weight). A no-op on CPU."""
+        """Frees weights and KV cache (level 2: the next sync writes every weight); a no-op where it `stays`."""
         if not self._sleeps:
             # Cached prefixes belong to the weights that computed them.
             assert self._llm.reset_prefix_cache(), "the engine refused to drop its prefix cache: requests are alive"

@@ -123,7 +123,6 @@ class WeightSync:
         """
         with time("wake"):
             reshard(self.policy)
-            torch.cuda.empty_cache()
             self.engine.wake("weights")
             onload(self.fsdp, self.policy, self.engine.world)  # a no-op unless the policy was left on the host
         with time("sync_weights"):

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from lib.dist import init_distributed
-from lib.fsdp import load_policy
+from lib.fsdp import FSDPConfig, load_policy, offload, onload
+from lib.model import ModelConfig
 from lib.optim import HostAdamW, build_optimizer
 from lib.resume import find_resume
 from lib.tensor_files import model_tensors, optimizer_tensors, own_pieces
@@ -67,6 +68,24 @@ def test_a_run_goes_on_as_if_nothing_had_happened(start, straight, tmp_path, sav
     assert found["losses"] == {step: straight[1]["losses"][step] for step in (3, 4)}
     for name, tensor in straight[1]["weights"].items():
         assert torch.equal(tensor, found["weights"][name]), name
+
+
+def test_weights_on_the_host_are_nowhere_else(model, world):
+    def allocated():
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    start, fsdp = allocated(), FSDPConfig(param_offload=True)
+    policy = load_policy(ModelConfig(), str(model), fsdp, world)
+    size = sum(p.to_local().nbytes for p in policy.parameters())
+    expected = {name: p.detach().to_local().cpu() for name, p in policy.named_parameters()}
+    for _ in range(3):
+        offload(fsdp, policy)
+        assert allocated() - start < 0.1 * size  # buffers
+        onload(fsdp, policy, world)
+        assert size <= allocated() - start < 1.3 * size  # small tensors take 512 bytes each
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(parameter.to_local().cpu(), expected[name]), name
 
 
 @pytest.mark.parametrize("on_host", [False, True])

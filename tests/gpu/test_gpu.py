@@ -98,7 +98,7 @@ def test_nothing_in_a_micro_batch_waits_for_the_gpu(update):
 
 
 def test_moments_on_the_host_give_the_same_weights_bit_for_bit(update):
-    assert update["optimizer"] == {"same": [True] * 4, "pinned": True, "at": "cpu"}
+    assert update["optimizer"] == {"same": [True] * 4, "locked": True, "at": "cpu"}
 
 
 def test_an_engine_without_room_for_what_the_trainer_will_take_is_refused(engine):
@@ -113,3 +113,26 @@ def test_short_cuts_change_nothing_under_preemption_and_prefix_hits(engine):
     assert engine["short cuts: preempted"] == engine["plain: preempted"] > 0
     assert engine["longest"] > 100
     assert engine["short cuts change nothing"]
+
+
+def test_interrupted_responses_keep_what_they_have_and_end_later(engine):
+    found = engine["partial"]
+    assert found["kept"] and len(found["lengths"]) == 40 and len(set(found["lengths"])) > 15
+    for waiting, ended in found["calls"]:
+        assert ended >= waiting / 2
+    assert found["calls"][0][0] == 40 and len(found["calls"]) > 2 and 2 <= found["most continued"] <= 3
+
+
+def test_log_probs_on_both_sides_of_an_interruption_belong_to_their_tokens(engine):
+    found = engine["partial"]
+    assert 0 < found["difference with seams"] < 2 * found["difference without"] < 0.02
+    assert found["difference one token off"] > 0.1
+
+
+def test_an_engine_that_was_stopped_sleeps_wakes_and_samples_as_before(engine):
+    assert engine["stopped"] == "while responses were being sampled"
+    assert engine["a stop changes nothing"]
+
+
+def test_an_engine_that_fits_beside_the_update_keeps_its_weights(engine):
+    assert engine["stays"] == [False, True] and engine["verified after staying"] == engine["loaded"]

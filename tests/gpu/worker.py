@@ -3,9 +3,11 @@
 python -m tests.gpu.worker update|engine MODEL OUT
 """
 
+import itertools
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,17 +20,21 @@ from lib.aggregation import aggregate
 from lib.batching import iter_micro_batches, make_batch
 from lib.correction import CORRECTIONS
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
-from lib.errors import UserError
+from lib.engine_patches import TokenIds, short_cuts
+from lib.errors import Stopped, UserError
 from lib.forward import forward_policy
 from lib.fsdp import FSDPConfig, begin_micro_batch, load_policy
 from lib.losses import ClipLoss
 from lib.metrics import Metrics, mismatch_metrics, update_metrics
 from lib.model import ModelConfig
 from lib.optim import HostAdamW
-from lib.rollout import RolloutConfig, RolloutEngine
+from lib.rollout import RolloutConfig, RolloutEngine, Sampling
+from lib.types import Rollout, Score
 from lib.weight_sync import WeightSync
-from tests.rollout_worker import SAMPLES, generate, summary
+from tests.rollout_worker import SAMPLES, TEMPERATURE, generate, summary
 from tests.tiny import make_rollouts
+
+SAMPLING = Sampling(n=4, max_response_len=240, temperature=TEMPERATURE, log_probs=True)
 
 
 def backward(policy, batch, *, rows, metrics):
@@ -110,7 +116,7 @@ def of_the_optimizer():
             optimizer.step()
         same.append(all(torch.equal(ours, plain) for ours, plain in zip(*both, strict=True)))
     moments = [optimizers[0].state[p]["exp_avg"] for p in both[0]]
-    return {"same": same, "pinned": all(m.is_pinned() for m in moments if m.numel()), "at": str(moments[0].device)}
+    return {"same": same, "locked": optimizers[0]._memory.is_locked, "at": str(moments[0].device)}
 
 
 def of_the_engine(path, world):
@@ -144,7 +150,7 @@ def of_the_engine(path, world):
     preempt, count = type(scheduler)._preempt_request, []
     type(scheduler)._preempt_request = lambda self, *a, **k: (count.append(1), preempt(self, *a, **k))[1]
     results = {}
-    for name, patches in {"short cuts": lib.rollout.short_cuts, "plain": lambda _: nullcontext()}.items():
+    for name, patches in {"short cuts": short_cuts, "plain": lambda _: nullcontext()}.items():
         lib.rollout.short_cuts = patches
         engine._llm.reset_prefix_cache()
         count.clear()
@@ -153,7 +159,82 @@ def of_the_engine(path, world):
         found[f"{name}: preempted"] = len(count)
     found["short cuts change nothing"] = results["short cuts"] == results["plain"]
     found["longest"] = max(len(ids) for _, _, ids, _ in results["plain"][0][0])
+    lib.rollout.short_cuts = short_cuts
+
+    def hand_over():
+        """The GPU to the trainer and back, as between two steps."""
+        engine.sleep()
+        engine.wake("weights")
+        weight_sync.copy()
+        weight_sync.verify()
+        engine.wake("kv_cache")
+
+    found["partial"] = of_partial_rollouts(engine, policy, hand_over)
+    hand_over()
+    polls = itertools.count()
+    try:
+        list(engine.generate(SAMPLES, SAMPLING, stop=lambda: next(polls) > 5))
+    except Stopped as stopped:
+        found["stopped"] = str(stopped)
+    hand_over()  # sleep refuses an engine in which requests are alive
+    rounds = [generate(engine, SAMPLES, world, n=4, max_response_len=240) for _ in range(2)]
+    again = [(summary(rollouts), [r.rollout_log_probs for r in rollouts]) for rollouts in rounds]
+    engine._llm.reset_prefix_cache()
+    rounds = [generate(engine, SAMPLES, world, n=4, max_response_len=240) for _ in range(2)]
+    undisturbed = [(summary(rollouts), [r.rollout_log_probs for r in rollouts]) for rollouts in rounds]
+    found["a stop changes nothing"] = again == undisturbed
+    found["stays"] = [engine.stays(0), engine.stays(2**60)]
+    engine.sleep()
+    found["verified after staying"] = weight_sync.verify()
     return found
+
+
+def of_partial_rollouts(engine, policy, hand_over):
+    """Responses of many lengths, half of them a step, under preemption: what each call gave, and the trainer's opinion
+    of the log-probs on either side of the seams."""
+    engine._stop_token_ids = TokenIds(range(5, 4096, 60))
+    waiting = [
+        Rollout(sample=sample, index=index, response_ids=[], rollout_log_probs=[], finish_reason="unfinished")
+        for sample in SAMPLES
+        for index in range(4)
+    ]
+    ended, calls, kept = [], [], True
+    while waiting:
+        before = {(r.sample.uid, r.index): r for r in waiting}
+        after = list(engine.generate_partly(waiting, SAMPLING, share=0.5, max_continued=3))
+        for r in after:
+            old = before.pop((r.sample.uid, r.index))
+            num_old = len(old.response_ids)
+            kept &= r.response_ids[:num_old] == old.response_ids
+            kept &= r.rollout_log_probs[:num_old] == old.rollout_log_probs
+        assert not before
+        ended += [r for r in after if r.finish_reason != "unfinished"]
+        calls.append([len(waiting), sum(r.finish_reason != "unfinished" for r in after)])
+        waiting = [
+            replace(r, num_stale=len(r.response_ids), num_continued=r.num_continued + bool(r.response_ids))
+            for r in after
+            if r.finish_reason == "unfinished"
+        ]
+        hand_over()
+    scored = [replace(r, score=Score(score=0.0)) for r in sorted(ended, key=lambda r: (r.sample.uid, r.index))]
+    batch = make_batch(scored, SINGLE, mini_batch_size=len(scored))
+    with torch.no_grad():
+        log_probs, _ = forward_policy(policy, batch, temperature=TEMPERATURE)
+    ours, theirs = log_probs.cpu(), batch.rollout_log_probs
+
+    def difference(rows):
+        return float((ours - theirs)[rows][batch.response_mask[rows]].abs().mean())
+
+    seams = torch.tensor([r.num_continued > 0 for r in scored])
+    return {
+        "calls": calls,
+        "kept": kept,
+        "lengths": [len(r.response_ids) for r in scored],
+        "most continued": max(r.num_continued for r in scored),
+        "difference with seams": difference(seams),
+        "difference without": difference(~seams),
+        "difference one token off": float((ours[:, 1:] - theirs[:, :-1])[batch.response_mask[:, 1:]].abs().mean()),
+    }
 
 
 def main(part, path, out):
