@@ -144,12 +144,13 @@ def train(cfg: PPOConfig) -> None:
             )
             engine.sleep()
         if engine.on_gpu:
-            run.say(f"the engine is built and asleep; {engine.device_used_gib():.1f} GiB of GPU memory in use")
+            asleep = " and asleep" if engine.sleeps else ""
+            run.say(f"the engine is built{asleep}; {engine.device_used_gib():.1f} GiB of GPU memory in use")
         with startup.phase("load the policy"):
             policy = load_policy(
                 cfg.model, str(model_files.folder), cfg.fsdp, world, max_tokens_per_gpu=cfg.max_tokens_per_gpu,
                 with_reference=cfg.needs_reference,
-                reserved_bytes=held_bytes(critic_files.num_parameters, cfg.critic.fsdp, world, loaded=False),
+                reserved_bytes=held_bytes(critic_files.num_parameters, cfg.critic.fsdp, world),
             )  # fmt: skip
             optimizer = world.agree(lambda: build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload))
             resume.load_("actor", policy, optimizer, world)
@@ -162,7 +163,7 @@ def train(cfg: PPOConfig) -> None:
             critic = load_critic(
                 cfg.critic.model, str(critic_files.folder), cfg.critic.fsdp, world,
                 max_tokens_per_gpu=cfg.critic_max_tokens_per_gpu,
-                reserved_bytes=held_bytes(model_files.num_parameters, cfg.fsdp, world, loaded=True),
+                reserved_bytes=moments_to_come([optimizer]),
             )  # fmt: skip
             critic_optimizer = world.agree(
                 lambda: build_optimizer(critic, cfg.critic.optim, on_host=cfg.critic.fsdp.optimizer_offload)
@@ -174,8 +175,8 @@ def train(cfg: PPOConfig) -> None:
         activations = "recomputed in" if policy.model.is_gradient_checkpointing else "kept for"
         run.say(f"the policy is loaded; weights are gathered {gathered}, activations {activations} the backward pass")
         if engine.on_gpu:
-            stays = engine.stays(min(each.model.spare_bytes for each in trained.values()))
-            run.say(f"the engine {'keeps its memory' if stays else 'sleeps'} during updates")
+            engine.decide_to_stay(min(each.model.spare_bytes for each in trained.values()))
+            run.say(f"the engine {'sleeps' if engine.sleeps else 'keeps its memory'} during updates")
         with startup.phase("sync the weights and compare all"):
             weight_sync = WeightSync(policy, engine, fsdp=cfg.fsdp)
             to_come = moments_to_come(each.optimizer for each in trained.values())
@@ -270,9 +271,7 @@ def train(cfg: PPOConfig) -> None:
                     metrics.set("critic/lr", lr)
                     num_skipped = 0
                     for mini_batch in iter_mini_batches(batch, world, update_epochs=cfg.critic_epochs):
-                        denominator = loss_denominator(
-                            mini_batch, cfg.agg_mode, world, max_response_len=cfg.rollout.max_response_len
-                        )
+                        denominator = loss_denominator(mini_batch, cfg.agg_mode, world, scale=cfg.loss_scale)
                         micro_batches = list(iter_micro_batches(mini_batch, cfg.critic_max_tokens_per_gpu, world))
                         for place, micro_batch in enumerate(micro_batches, start=1):
                             begin_micro_batch(critic, last=place == len(micro_batches))
@@ -306,9 +305,7 @@ def train(cfg: PPOConfig) -> None:
                         iter_mini_batches(batch, world, update_epochs=cfg.policy_epochs(step))
                     ):
                         mini_batch = policy_loss.prepare(mini_batch, world)
-                        denominator = loss_denominator(
-                            mini_batch, cfg.agg_mode, world, max_response_len=cfg.rollout.max_response_len
-                        )
+                        denominator = loss_denominator(mini_batch, cfg.agg_mode, world, scale=cfg.loss_scale)
                         micro_batches = list(iter_micro_batches(mini_batch, cfg.max_tokens_per_gpu, world))
                         for place, micro_batch in enumerate(micro_batches, start=1):
                             begin_micro_batch(policy, last=place == len(micro_batches))

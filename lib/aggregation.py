@@ -15,8 +15,8 @@ from lib.types import Batch
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 """token-mean: every token counts the same (DAPO). seq-mean-token-sum: sum within a response, mean over responses.
-seq-mean-token-mean: mean within, mean over (the GRPO paper). seq-mean-token-sum-norm: sum within over the constant
---rollout.max-response-len, mean over responses (Dr. GRPO)."""
+seq-mean-token-mean: mean within, mean over (the GRPO paper). seq-mean-token-sum-norm: sum within over a constant,
+--rollout.max-response-len unless --loss-scale-factor says another, mean over responses (Dr. GRPO)."""
 
 
 def aggregate(token_loss: Tensor, response_mask: Tensor, mode: LossAggMode) -> Tensor:
@@ -29,12 +29,12 @@ def aggregate(token_loss: Tensor, response_mask: Tensor, mode: LossAggMode) -> T
     return masked_sum(token_loss, response_mask)
 
 
-def loss_denominator(mini_batch: Batch, mode: LossAggMode, world: World, *, max_response_len: int) -> float:
+def loss_denominator(mini_batch: Batch, mode: LossAggMode, world: World, *, scale: float) -> float:
     """The denominator of the mini-batch's loss over all ranks: tokens or responses that take part, at least 1.
 
-    A response without a True in its mask (it has no score) leaves the count of responses. max_response_len is the
-    constant of seq-mean-token-sum-norm. Executed by all ranks together.
+    A response without a True in its mask (it has no score) leaves the count of responses. `scale` is the constant of
+    seq-mean-token-sum-norm, in tokens. Executed by all ranks together.
     """
     mask = mini_batch.response_mask
     count = max(1, int(world.sum(mask.sum() if mode == "token-mean" else mask.any(-1).sum())))
-    return float(count * max_response_len if mode == "seq-mean-token-sum-norm" else count)
+    return float(count * scale if mode == "seq-mean-token-sum-norm" else count)

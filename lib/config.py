@@ -168,6 +168,9 @@ def _refuse_unknown(argv: list[str], known: list[str]) -> None:
         if dashed and _normal(name) in known:
             continue
         hint = verl_hint(word)
+        if name.startswith("--critic."):  # so begin options of ours, and keys of verl's
+            has_critic = any(option.startswith("--critic.") for option in known)
+            hint = None if has_critic else "of PPO's critic: start train_ppo.py, or a recipe of it; here is none"
         if hint is None and dashed:
             hint = f"nearest is {_nearest_option(name, known)}"
         elif hint is None and "=" in word and _normal("--" + name) in known:

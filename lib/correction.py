@@ -217,6 +217,7 @@ PG: Mapping[str, Any] = {"bypass": True, "loss_type": "reinforce"}
 CORRECTIONS: dict[str, Callable[[], Correction]] = {
     "auto": AutoCorrection,
     "none": partial(Correction),
+    "disabled": partial(Correction),
     "decoupled_token_is": partial(Correction, is_level="token"),
     "decoupled_seq_is": partial(Correction, is_level="sequence"),
     "decoupled_token_icepop": partial(Correction, **ICEPOP),
@@ -236,7 +237,7 @@ CORRECTIONS: dict[str, Callable[[], Correction]] = {
     "bypass_pg_geo_rs_seq_tis": partial(Correction, is_level="sequence", **GEO_RS, **PG),
     "bypass_pg_geo_rs_token_tis": partial(Correction, is_level="token", **GEO_RS, **PG),
 }
-"""What --correction NAME chooses from; verl's names of its presets, and its `disabled` is `none`."""
+"""What --correction NAME chooses from: verl's names of its presets, `auto`, and `none` for its `disabled`."""
 
 
 # ---- The arithmetic: pure functions of (b, t) tensors ----

@@ -78,9 +78,12 @@ def _load_(
         needed = update_bytes(
             model, world, dtype=dtype, max_tokens_per_gpu=max_tokens_per_gpu, moments_on_gpu=not fsdp.optimizer_offload
         )
-        model.spare_bytes = int(0.95 * torch.cuda.mem_get_info(world.device)[0]) - needed - reserved_bytes
+        torch.cuda.empty_cache()  # of what loading another model took
+        spare = int(0.95 * torch.cuda.mem_get_info(world.device)[0]) - needed - reserved_bytes
         if recompute is None:
-            recompute = not world.all_agree(model.spare_bytes >= 0)
+            recompute = not world.all_agree(spare >= 0)
+        # In float32 layers are not compiled, and keep more than the estimate says.
+        model.spare_bytes = 0 if dtype is torch.float32 else spare
     if recompute and next(model.parameters()).requires_grad:
         model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.to_empty(device=world.device)
@@ -123,7 +126,7 @@ def update_bytes(
     Shards of float32 weights, gradients and (unless on the host) two moments; gathered weights and float32 gradients
     of everything or of two layers; per token what the compiled layers keep for the backward pass (inputs of the norms,
     of the products and of attention) and a policy's logits. What policies of 0.6 to 4 B (Qwen3) took on one H200 is
-    87 to 90 % of it (EXPERIMENTS.md).
+    87 to 90 % of it, on two to four 92 to 95 %; what torch's allocator reserves for it is more (EXPERIMENTS.md).
     """
     config, num_layers = model.config, len(model.layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -133,19 +136,17 @@ def update_bytes(
     layer = 4 * config.hidden_size + 3 * config.intermediate_size
     layer += (3 * config.num_attention_heads + 4 * config.num_key_value_heads) * head_dim
     logits = config.vocab_size if isinstance(model, CausalPolicy) else 0
-    eager = 3 if dtype is torch.float32 else 1  # layers that are not compiled kept 2.6 times as much
-    per_token = (eager * num_layers * layer + logits) * dtype.itemsize
+    per_token = (num_layers * layer + logits) * dtype.itemsize
     of_shards = (16 if moments_on_gpu else 8) * parameters // world.size
     return of_shards + gathered * (dtype.itemsize + 4) + per_token * max_tokens_per_gpu
 
 
-def held_bytes(num_parameters: int, fsdp: FSDPConfig, world: World, *, loaded: bool) -> int:
-    """What a trainable model will have on a rank's GPU while another one is updated, and does not have there yet.
+def held_bytes(num_parameters: int, fsdp: FSDPConfig, world: World) -> int:
+    """What a trainable model that is not loaded yet will have on a rank's GPU while another one is updated, in bytes.
 
-    Shards of float32 weights unless it is `loaded`, and of two moments unless they are on the host; in bytes.
+    Shards of float32 weights, and of two moments unless they are on the host.
     """
-    each = (0 if loaded else 4) + (0 if fsdp.optimizer_offload else 8)
-    return each * num_parameters // world.size
+    return (4 if fsdp.optimizer_offload else 12) * num_parameters // world.size
 
 
 def begin_micro_batch(model: CausalPolicy | Critic, *, last: bool) -> None:

@@ -106,6 +106,31 @@ class KLRewardConfig:
         )
 
 
+def kl_in_words(loss_coef: float, loss_type: KLType, reward: KLRewardConfig) -> str:
+    """The KL terms of a run in a line, with what is legal but may not be meant; empty without anything to say."""
+    parts = []
+    if loss_coef:
+        no_use = ", whose gradient is 0 in expectation: it holds nothing back" if loss_type in ("k1", "kl") else ""
+        parts.append(f"{loss_coef:g} x {loss_type} in the loss{no_use}")
+    elif loss_type != "k3":
+        parts.append(f"none in the loss: --kl-loss-type {loss_type} without --kl-loss-coef does nothing")
+    if reward.coef:
+        plus = ", where the + means nothing: a reward has no gradient" if reward.type.endswith("+") else ""
+        adapts = (
+            f", the weight adapting to {reward.target:g} nats a token within {reward.horizon} responses"
+            if reward.target is not None
+            else ""
+        )
+        parts.append(f"{reward.coef:g} x {reward.type} in the reward{plus}{adapts}")
+    elif reward.type != "k1":
+        parts.append(f"none in the reward: --kl-reward.type {reward.type} without --kl-reward.coef does nothing")
+    if reward.target is None and reward.horizon != KLRewardConfig.horizon:
+        parts.append(f"--kl-reward.horizon {reward.horizon} without --kl-reward.target does nothing")
+    if loss_coef and reward.coef:
+        parts.append("both hold the policy back: they add up")
+    return "; ".join(parts)
+
+
 class KLController:
     """The weight of the KL in the reward; with a target it follows the measured KL (arXiv:1909.08593, section 2.2)."""
 

@@ -11,6 +11,7 @@ from lib.critic import CriticConfig
 from lib.data import DataFiles, Prompts, check_data_files, load_tokenizer, stop_token_ids, tokenize
 from lib.dist import World
 from lib.errors import UserError
+from lib.kl import kl_in_words
 from lib.model import build_critic, check_model_config
 from lib.model_files import ModelFiles, check_critic_files, check_model_files, critic_shapes, expected_shapes
 from lib.parquet import Rows
@@ -165,11 +166,13 @@ def describe(
         if cfg.rollout.partial_share < 1
         else ""
     )
+    kl = kl_in_words(cfg.kl_loss_coef, cfg.kl_loss_type, cfg.kl_reward)
+    kl = f"\nkl           {kl}" if kl else ""
     return (
         f"model        {model_files.folder} ({model_files.num_parameters / 1e6:,.1f} M parameters), "
         f"{cfg.model.compute_dtype(world)} on {world.size} x {world.device.type}\n"
         f"data         {len(train_set)} training prompts{dropped}{shortened}, longest {train_set.longest} tokens; "
         f"{len(val_set)} validation prompts\n{ladder}\n"
         f"correction   {cfg.correction.in_words(log_probs=cfg.rollout.log_probs)}"
-        f"{filtering}{partial}"
+        f"{kl}{filtering}{partial}"
     )

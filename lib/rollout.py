@@ -35,6 +35,7 @@ from lib.types import Rollout, Sample
 MAX_GROUP = 2**20  # seeds of a group's responses are consecutive numbers
 STOP_POLL_S = 0.25  # between two questions of a replica's ranks whether to stop, as far as its steps are that short
 STOP_POLL_STEPS = 32  # and the most steps between them
+RESERVE = 0.03  # of a GPU's memory, free beside an engine that does not sleep
 MIN_TEMPERATURE = 0.01  # below it vLLM samples with 0.01 all the same
 
 
@@ -83,7 +84,8 @@ class RolloutConfig:
     """Most steps in which a response goes on after its first, with --rollout.partial-share below 1; the last of them
     waits for it."""
     sleep: bool | None = None
-    """Free the engine's GPU memory while training; None: only where an update without recomputation needs it."""
+    """Free the engine's GPU memory while training: True: always (where an update runs out of memory); False: never;
+    None: only where an update, by an estimate, needs it."""
     cpu_kv_cache_gib: float = 1.0
     """KV cache when running on a CPU, in GiB per rank."""
 
@@ -176,7 +178,7 @@ class RolloutEngine:
             )
         self.on_gpu = world.device.type == "cuda"
         self._stop_token_ids = TokenIds(stop_token_ids)
-        self._sleeps = cfg.sleep is not False and self.on_gpu
+        self.sleeps = cfg.sleep is not False and self.on_gpu
         self.max_num_seqs = cfg.max_num_seqs or min(
             2048, cfg.max_num_batched_tokens, -(-most_responses // self.num_replicas)
         )
@@ -186,7 +188,7 @@ class RolloutEngine:
         with restored_host_state():
             try:
                 self._llm = build_llm(
-                    cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self._sleeps, name
+                    cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self.sleeps, name
                 )
             except ValueError as error:  # how vLLM says that its settings fit neither the memory nor the model
                 memory = "gpu_memory_utilization" if self.on_gpu else "cpu_kv_cache_gib"
@@ -200,7 +202,7 @@ class RolloutEngine:
         self._awake = {"weights", "kv_cache"}
         self._request_count = 0
         # What torch's allocator goes on counting for the engine while it sleeps and its pages are unmapped.
-        self.pool_bytes = torch.cuda.memory_allocated(world.device) if self._sleeps else 0
+        self.pool_bytes = torch.cuda.memory_allocated(world.device) if self.sleeps else 0
 
     @property
     def is_leader(self) -> bool:
@@ -249,21 +251,27 @@ class RolloutEngine:
                 "--fsdp.optimizer-offload True or --fsdp.param-offload True"
             )
 
-    def stays(self, spare_bytes: int) -> bool:
-        """Whether the engine keeps its memory from now on: `sleep` frees nothing where the trainer, at its largest,
-        leaves `spare_bytes` of every GPU that the engine fits into. --rollout.sleep True and False decide it instead.
+    def decide_to_stay(self, spare_bytes: int) -> None:
+        """Lets the engine keep its memory from now on where the trainer, at its largest, leaves enough of every GPU.
 
-        The engine has slept before. Executed by all ranks together.
+        `spare_bytes` are what it leaves. --rollout.sleep True and False have decided already. The engine has slept
+        before. Executed by all ranks together.
         """
-        if self._sleeps and self.cfg.sleep is None:
-            self._sleeps = not self.world.all_agree(sum(self._sleeping_bytes.values()) <= spare_bytes)
-        return not self._sleeps
+        if self.sleeps and self.cfg.sleep is None:
+            needed = sum(self._sleeping_bytes.values()) + self._reserve_bytes()
+            self.sleeps = not self.world.all_agree(needed <= spare_bytes)
+
+    def _reserve_bytes(self) -> int:
+        """What is left free for NCCL and modules that load late, and for what torch's allocator cannot hand out."""
+        return int(RESERVE * torch.cuda.mem_get_info(self.world.device)[1]) if self.on_gpu else 0
 
     def sleep(self) -> None:
         """Frees weights and KV cache (level 2: the next sync writes every weight); a no-op where it `stays`."""
-        if not self._sleeps:
+        if not self.sleeps:
             # Cached prefixes belong to the weights that computed them.
             assert self._llm.reset_prefix_cache(), "the engine refused to drop its prefix cache: requests are alive"
+            if self.on_gpu and torch.cuda.mem_get_info(self.world.device)[0] < self._reserve_bytes():
+                torch.cuda.empty_cache()
             return
         torch.cuda.empty_cache()  # so that what sleep frees is the engine's alone
         free_before = torch.cuda.mem_get_info(self.world.device)[0]

@@ -38,6 +38,8 @@ class TrainConfig:
     loss: PolicyLoss = plug_in(LOSSES, "vanilla")
     loss_agg_mode: LossAggMode | None = None
     """How per-token losses become one number: token-mean weighs every token alike (DAPO); None: the loss's own."""
+    loss_scale_factor: float | None = None
+    """Constant that seq-mean-token-sum-norm divides by, in tokens; None: --rollout.max-response-len."""
     kl_loss_coef: float = 0.0
     """Weight of the KL to the frozen initial policy in the loss; 0 switches it off and loads no reference."""
     kl_loss_type: KLType = "k3"
@@ -92,18 +94,27 @@ class TrainConfig:
             seed=(0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
             kl_loss_coef=(0 <= self.kl_loss_coef < math.inf, "0 or more and finite"),
             entropy_coef=(0 <= self.entropy_coef < math.inf, "0 or more and finite"),
+            loss_scale_factor=(
+                self.loss_scale_factor is None or 0 < self.loss_scale_factor < math.inf,
+                "above 0 and finite",
+            ),
         )
+        if self.advantage.needs_group and self.rollout.n < 2:
+            raise UserError(
+                f"--rollout.n {self.rollout.n} is too small for a group; --advantage; a group advantage compares the "
+                "responses of one prompt, expected at least 2; set --rollout.n 8"
+            )
+        if self.filter_groups.enable and self.rollout.n < 2:
+            raise UserError(
+                f"--rollout.n {self.rollout.n} is too small to filter groups; --filter-groups.enable True; the "
+                "responses of a prompt must differ, expected at least 2; set --rollout.n 8"
+            )
         responses = self.prompts_per_step * self.rollout.n
         if responses % self.mini_batch_size:
             raise UserError(
                 f"mini_batch_size={self.mini_batch_size} does not divide the {responses} responses of a step; "
                 f"--mini-batch-size; found prompts_per_step={self.prompts_per_step} x n={self.rollout.n}; "
                 f"use {either(nearest_divisors(responses, self.mini_batch_size))}"
-            )
-        if self.advantage.needs_group and self.rollout.n < 2:
-            raise UserError(
-                f"--rollout.n {self.rollout.n} is too small for a group; --advantage; a group advantage compares the "
-                "responses of one prompt, expected at least 2; set --rollout.n 8"
             )
         if self.rollout.temperature == 0:
             raise UserError(
@@ -115,11 +126,6 @@ class TrainConfig:
                 "top-p and top-k change the sampler's distribution but not the trainer's, so every ratio would be "
                 f"wrong; --rollout.top-p {self.rollout.top_p} --rollout.top-k {self.rollout.top_k}; expected 1.0 and 0 "
                 "in training; leave them out (validation has --eval.top-p and --eval.top-k of its own)"
-            )
-        if self.filter_groups.enable and self.rollout.n < 2:
-            raise UserError(
-                f"--rollout.n {self.rollout.n} is too small to filter groups; --filter-groups.enable True; the "
-                "responses of a prompt must differ, expected at least 2; set --rollout.n 8"
             )
         self._check_older_responses()
         if self.overlong.buffer_len > self.rollout.max_response_len:
@@ -194,6 +200,11 @@ class TrainConfig:
     def agg_mode(self) -> LossAggMode:
         """--loss-agg-mode, or the loss's own where that is not given."""
         return self.loss_agg_mode or self.policy_loss.agg_mode
+
+    @property
+    def loss_scale(self) -> float:
+        """--loss-scale-factor, or the longest response where that is not given."""
+        return self.loss_scale_factor or float(self.rollout.max_response_len)
 
     @property
     def needs_reference(self) -> bool:

@@ -12,6 +12,7 @@ ALWAYS = "not needed: always on"
 PACKED = "not needed: rows are always packed, micro-batches are always made by token budget"
 ONE_PASS = "not needed: the same token budget serves every pass"
 REFERENCE = "not needed: the reference is loaded only if used, and has the policy's precision and sharding"
+SLEEP = "default: only where an update needs the memory (verl: always)"
 ROLLOUT_LEN = "not needed: the engine's length is --data.max-prompt-len + --rollout.max-response-len"
 
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -138,7 +139,7 @@ UPDATE = _under(
             "--loss-agg-mode",
             "the same four modes; default: the loss's own (gspo, sapo, geo_mean: seq-mean-token-mean; else token-mean)",
         ),
-        "loss_scale_factor": ("", "not needed: always --rollout.max-response-len"),
+        "loss_scale_factor": ("--loss-scale-factor", "default: --rollout.max-response-len"),
         "tis_imp_ratio_cap": ("--correction.is-threshold", "of token weights, the default: 2.0"),
         "entropy_coeff": ("--entropy-coef", ""),
         "calculate_entropy": ("", ALWAYS),
@@ -254,8 +255,8 @@ ROLLOUTS = _under(
         "enable_prefix_caching": ("--rollout.enable-prefix-caching", "the cache is emptied after every weight sync"),
         "enable_chunked_prefill": ("", "not needed: on with a GPU, off on a CPU"),
         "cudagraph_capture_sizes": ("--rollout.max-cudagraph-capture-size", "the largest size only"),
-        "free_cache_engine": ("--rollout.sleep", ""),
-        "enable_sleep_mode": ("--rollout.sleep", ""),
+        "free_cache_engine": ("--rollout.sleep", SLEEP),
+        "enable_sleep_mode": ("--rollout.sleep", SLEEP),
         "load_format": ("", "not needed: the engine starts empty and takes the trainer's weights"),
         "layered_summon": ("", "not needed: weights are synced tensor by tensor"),
         "calculate_log_probs": ("--rollout.log-probs", ""),

@@ -121,6 +121,8 @@ class BenchConfig:
     """Optimizer steps per rollout; above 1 there is a pass for the old log-probs."""
     gradient_checkpointing: bool | None = None
     """Recompute each layer in the backward pass; None: only where the update would not fit without."""
+    sleep: bool | None = None
+    """Free the engine's memory during the update; None: only where the update would not fit beside it."""
     out: str | None = None
     """File for the JSON line, beside the terminal."""
 
@@ -176,6 +178,7 @@ def training_config(cfg: BenchConfig, workload: Workload, folder: str, world: Wo
             max_response_len=workload.response_len,
             ignore_eos=not workload.mean_len,
             log_probs=cfg.log_probs,
+            sleep=cfg.sleep,
             gpu_memory_utilization=workload.gpu_memory_utilization,
         ),
         prompts_per_step=prompts,
@@ -416,7 +419,7 @@ def report(values: dict[str, float | None], rows: Sequence[dict[str, Any]], cfg:
     if peaks:
         kinds = ("allocated", "reserved", "device")
         memory = [(p, *(f"{max(row[f'memory_gib/{p}/{kind}'] for row in rows):.1f}" for kind in kinds)) for p in peaks]
-        print(format_table(("peak GiB (the sleeping engine's pool counts as allocated)", *kinds), memory))
+        print(format_table(("peak GiB (the engine's pool counts as allocated)", *kinds), memory))
     shown = {name: "-" if value is None else f"{value:,.4g}" for name, value in values.items()}
     print(format_table(("figure", cfg.workload), list(shown.items())))
     where = {"workload": cfg.workload, "num_gpus": world.size, "torch": torch.__version__}

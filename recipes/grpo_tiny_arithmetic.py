@@ -1,4 +1,5 @@
-"""GRPO on the sum of two two-digit numbers with a tiny model: the quickstart, minutes on 2 CPU cores.
+"""GRPO (https://arxiv.org/abs/2402.03300) on the sum of two two-digit numbers with a tiny model: the quickstart,
+minutes on 2 CPU cores.
 
     python -m recipes.prepare_arithmetic && python -m recipes.make_tiny_model
     torchrun --nproc_per_node=2 -m recipes.grpo_tiny_arithmetic

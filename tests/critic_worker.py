@@ -31,7 +31,7 @@ def with_targets(batch):
 
 
 def backward(critic, mini_batch, world, budget, metrics):
-    denominator = loss_denominator(mini_batch, "token-mean", world, max_response_len=16)
+    denominator = loss_denominator(mini_batch, "token-mean", world, scale=16)
     micro_batches = list(iter_micro_batches(mini_batch, budget, world))
     for place, micro_batch in enumerate(micro_batches, start=1):
         begin_micro_batch(critic, last=place == len(micro_batches))

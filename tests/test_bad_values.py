@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from lib.config import parse_args
+from lib.config import option_names, parse_args
 from lib.errors import UserError
 from tests.test_bad_input import command
+from train_ppo import PPOConfig
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "0", "1e400", "word", "", "99999999999999999999999999"])
@@ -32,6 +33,7 @@ REFUSED = {
     "--overlong.buffer-len": ("nan", "inf", "-1", "1.5", "13", "word", ""),
     "--overlong.factor": ("nan", "inf", "-1", "word", ""),
     "--overlong.mask-truncated": ("word", "", "2"),
+    "--loss-scale-factor": ("nan", "inf", "-1", "0", "word", ""),
     "--kl-reward.coef": ("nan", "inf", "-1", "word", ""),
     "--kl-reward.type": ("k4", "", "K1"),
     "--kl-reward.target": ("nan", "inf", "-1", "0", "word", ""),
@@ -55,7 +57,7 @@ def test_values_of_dynamic_sampling_shaping_and_kl_that_make_no_sense_name_their
         ({"--mini-batch-size": "3"}, ("mini_batch_size=3", "16 responses", "use 1, 2 or 4")),
         ({"--mini-batch-size": "32"}, ("mini_batch_size=32", "4 x n=4", "use 4, 8 or 16")),
         ({"--prompts-per-step": "1048576", "--rollout.n": "1048573", "--mini-batch-size": "1000"}, ("use 256, 512",)),
-        ({"--rollout.n": "1", "--mini-batch-size": "4"}, ("--rollout.n 1", "at least 2")),
+        ({"--rollout.n": "1"}, ("--rollout.n 1 is too small for a group", "at least 2")),
         ({"--rollout.top-p": "0.9"}, ("--rollout.top-p 0.9", "--eval.top-p")),
         ({"--rollout.top-k": "50"}, ("--rollout.top-k 50", "--eval.top-k")),
         ({"--rollout.temperature": "0.001"}, ("0.001", "0.01")),
@@ -64,7 +66,7 @@ def test_values_of_dynamic_sampling_shaping_and_kl_that_make_no_sense_name_their
         ({"--eval.n": "4"}, ("--eval.n 4", "--eval.temperature")),
         ({"--eval.temperature": "0.001"}, ("0.001", "0 (greedy)", "0.01")),
         (
-            {"--filter-groups.enable": "True", "--rollout.n": "1", "--advantage": "remax", "--mini-batch-size": "4"},
+            {"--filter-groups.enable": "True", "--rollout.n": "1", "--advantage": "remax"},
             ("--rollout.n 1 is too small to filter groups", "--rollout.n 8"),
         ),
         (
@@ -84,6 +86,14 @@ def test_options_that_do_not_fit_together_print_the_numbers(tmp_path, changes, p
     with pytest.raises(UserError) as caught:
         parse(tmp_path, changes)
     assert all(part in str(caught.value) for part in parts), caught.value
+
+
+@pytest.mark.parametrize("option", [name for name in option_names(PPOConfig()) if name.startswith("--critic.")])
+def test_an_option_of_the_critic_leads_to_the_script_that_has_one(tmp_path, option):
+    with pytest.raises(UserError, match=rf"{option}: of PPO's critic: start train_ppo\.py"):
+        parse(tmp_path, {option: "1"})
+    with pytest.raises(UserError, match=rf"{option}x: nearest is {option}"):
+        parse_args(PPOConfig(), [f"{option}x", "1"])
 
 
 def parse(folder: Path, changes: dict) -> object:

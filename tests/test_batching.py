@@ -125,7 +125,7 @@ def step_losses(batch, world):
         yielded.append((keys(mini_batch), [(keys(it), it.total_lens.tolist()) for it in micro_batches]))
         of_mode = {}
         for mode in get_args(LossAggMode):
-            denominator = loss_denominator(mini_batch, mode, world, max_response_len=50)
+            denominator = loss_denominator(mini_batch, mode, world, scale=50)
             parts = (aggregate(ClipLoss()(fake_log_probs(it), it)[0], it.response_mask, mode) for it in micro_batches)
             of_mode[mode] = float(sum(parts)) / denominator
         losses.append(of_mode)

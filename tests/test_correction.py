@@ -276,7 +276,7 @@ def test_an_excluded_response_leaves_group_statistics_and_denominators():
     assert advantages.tolist() == [[0.5, 0.5], [-0.5, -0.5], [0, 0]]
     modes = {"token-mean": 4, "seq-mean-token-sum": 2, "seq-mean-token-mean": 2, "seq-mean-token-sum-norm": 20}
     for mode, expected in modes.items():
-        assert loss_denominator(result, mode, SINGLE, max_response_len=10) == expected
+        assert loss_denominator(result, mode, SINGLE, scale=10) == expected
 
 
 def test_a_batch_of_which_everything_is_rejected_stays_finite():

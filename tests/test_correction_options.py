@@ -20,7 +20,8 @@ def test_the_presets_are_verls_by_name_and_value():
     icepop = {"is_level": "token", "icepop_low": 0.5, "is_threshold": 5.0}
     token, sequence = {"is_level": "token"}, {"is_level": "sequence"}
     expected = {
-        "none": {}, "decoupled_token_is": token, "decoupled_seq_is": sequence, "decoupled_token_icepop": icepop,
+        "none": {}, "disabled": {}, "decoupled_token_is": token, "decoupled_seq_is": sequence,
+        "decoupled_token_icepop": icepop,
         "decoupled_seq_is_rs": {**sequence, "reject": {"seq_sum_k1": [0.5, 2.0]}},
         "decoupled_geo_rs": {"reject": geo}, "decoupled_geo_rs_seq_tis": {**sequence, "reject": geo},
         "decoupled_geo_rs_token_tis": {**token, "reject": geo}, "decoupled_k3_rs": {"reject": k3},

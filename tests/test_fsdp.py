@@ -6,6 +6,7 @@ import torch
 from lib.dist import SINGLE, World
 from lib.fsdp import update_bytes
 from lib.model import CausalPolicy, Critic
+from lib.rollout import RolloutConfig, RolloutEngine
 
 SHAPES = {"0.6b": (1024, 3072, 28, 16), "1.7b": (2048, 6144, 28, 16), "4b": (2560, 9728, 36, 32)}
 
@@ -54,3 +55,15 @@ def test_a_critic_has_no_logits_to_keep():
     ]
     of_head = 2 * 8 * 151936
     assert (sizes[1] - sizes[0]) - (sizes[3] - sizes[2]) == of_head
+
+
+@pytest.mark.parametrize(
+    ("sleep", "spare_bytes", "sleeps"),
+    [(None, 6, True), (None, 7, False), (None, -1, True), (True, 2**60, True), (False, 0, False)],
+)
+def test_an_engine_stays_where_all_of_it_fits_unless_it_was_told(sleep, spare_bytes, sleeps):
+    engine = object.__new__(RolloutEngine)  # as it is after its first sleep, on a machine without a GPU to leave free
+    engine.cfg, engine.world, engine.on_gpu = RolloutConfig(sleep=sleep), SINGLE, False
+    engine.sleeps, engine._sleeping_bytes = sleep is not False, {"weights": 3, "kv_cache": 4}
+    engine.decide_to_stay(spare_bytes)
+    assert engine.sleeps == sleeps

@@ -9,7 +9,15 @@ import torch
 
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.kl import KL_ESTIMATORS, KLController, KLRewardConfig, KLType, kl_to_reference, penalized_rewards
+from lib.kl import (
+    KL_ESTIMATORS,
+    KLController,
+    KLRewardConfig,
+    KLType,
+    kl_in_words,
+    kl_to_reference,
+    penalized_rewards,
+)
 from lib.types import Batch
 from tests.test_advantages import random_step
 
@@ -211,3 +219,26 @@ def test_a_fixed_weight_stays_and_a_saved_one_comes_back_exactly():
 def test_an_impossible_kl_in_the_reward_is_refused(options, flag):
     with pytest.raises(UserError, match=rf"--kl-reward.{flag} is out of range.*found .*expected .*change"):
         KLRewardConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("loss_coef", "loss_type", "reward", "parts"),
+    [
+        (0.0, "k3", {}, []),
+        (0.1, "k3", {}, ["0.1 x k3 in the loss"]),
+        (0.0, "k3", {"coef": 0.2, "target": 0.5}, ["0.2 x k1 in the reward, the weight adapting to 0.5 nats a token"]),
+        (0.1, "k2", {"coef": 0.2}, ["0.1 x k2 in the loss", "0.2 x k1 in the reward", "they add up"]),
+        (0.1, "k1", {}, ["0.1 x k1 in the loss, whose gradient is 0 in expectation"]),
+        (0.1, "kl", {}, ["gradient is 0 in expectation"]),
+        (0.1, "k1+", {}, ["0.1 x k1+ in the loss"]),
+        (0.0, "k2", {}, ["--kl-loss-type k2 without --kl-loss-coef does nothing"]),
+        (0.0, "k3", {"type": "k2"}, ["--kl-reward.type k2 without --kl-reward.coef does nothing"]),
+        (0.0, "k3", {"coef": 0.1, "type": "k3+"}, ["the + means nothing"]),
+        (0.0, "k3", {"coef": 0.1, "horizon": 3}, ["0.1 x k1", "--kl-reward.horizon 3 without --kl-reward.target"]),
+    ],
+)
+def test_a_run_says_which_kl_is_on_and_what_was_given_to_no_effect(loss_coef, loss_type, reward, parts):
+    said = kl_in_words(loss_coef, loss_type, KLRewardConfig(**reward))
+    assert len(said.split("; ")) == len(parts) if parts else said == ""
+    assert [part for part in parts if part not in said] == []
+    assert ("expectation" in said) == (loss_type in ("k1", "kl"))

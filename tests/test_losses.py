@@ -75,7 +75,7 @@ def slow_loss(token_loss, mask, mode):
 
 
 def denominator_of(batch, mode):
-    return loss_denominator(batch, mode, SINGLE, max_response_len=MAX_RESPONSE_LEN)
+    return loss_denominator(batch, mode, SINGLE, scale=MAX_RESPONSE_LEN)
 
 
 @pytest.mark.parametrize(

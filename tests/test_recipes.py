@@ -60,7 +60,7 @@ def test_a_recipe_passes_every_check_and_shows_its_help(name, capsys):
 def test_a_docstring_says_how_to_run_the_recipe(name):
     text = load(name).__doc__
     assert f"torchrun --nproc_per_node={RANKS[name]} -m recipes.{name}\n" in text
-    assert "https://arxiv.org/abs/" in text or name.startswith(("example", "grpo"))
+    assert "https://arxiv.org/abs/" in text or name.startswith("example")
     assert name not in FULL_SIZE or "no score is claimed" in " ".join(text.split())
 
 

@@ -85,8 +85,8 @@ def test_masked_truncated_responses_leave_statistics_and_denominators():
     assert masked.scores.tolist() == [1, 0, 7]
     advantages = GroupAdvantage(norm_by_std=False)(masked, SINGLE)[0]
     assert advantages.tolist() == [[0.5, 0.5, 0], [-0.5] * 3, [0] * 3]
-    assert loss_denominator(masked, "token-mean", SINGLE, max_response_len=3) == 5
-    assert loss_denominator(masked, "seq-mean-token-mean", SINGLE, max_response_len=3) == 2
+    assert loss_denominator(masked, "token-mean", SINGLE, scale=3) == 5
+    assert loss_denominator(masked, "seq-mean-token-mean", SINGLE, scale=3) == 2
     assert torch.equal(mask_truncated(batch).response_mask, masked.response_mask)
 
 

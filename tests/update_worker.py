@@ -29,7 +29,7 @@ def full_gradients(policy):
 
 
 def backward(policy, mini_batch, world, budget, mode="seq-mean-token-mean"):
-    denominator = loss_denominator(mini_batch, mode, world, max_response_len=16)
+    denominator = loss_denominator(mini_batch, mode, world, scale=16)
     micro_batches = list(iter_micro_batches(mini_batch, budget, world))
     for place, micro_batch in enumerate(micro_batches, start=1):
         begin_micro_batch(policy, last=place == len(micro_batches))

@@ -135,4 +135,6 @@ def test_an_engine_that_was_stopped_sleeps_wakes_and_samples_as_before(engine):
 
 
 def test_an_engine_that_fits_beside_the_update_keeps_its_weights(engine):
-    assert engine["stays"] == [False, True] and engine["verified after staying"] == engine["loaded"]
+    assert engine["sleeps"] == [True, False] and engine["verified after staying"] == engine["loaded"]
+    assert engine["partial, stayed"] == engine["partial"]
+    assert engine["staying changes nothing"]

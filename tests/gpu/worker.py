@@ -169,7 +169,10 @@ def of_the_engine(path, world):
         weight_sync.verify()
         engine.wake("kv_cache")
 
+    hand_over()
     found["partial"] = of_partial_rollouts(engine, policy, hand_over)
+    rounds = [generate(engine, SAMPLES, world, n=4, max_response_len=240) for _ in range(2)]
+    undisturbed = [(summary(rollouts), [r.rollout_log_probs for r in rollouts]) for rollouts in rounds]
     hand_over()
     polls = itertools.count()
     try:
@@ -179,13 +182,18 @@ def of_the_engine(path, world):
     hand_over()  # sleep refuses an engine in which requests are alive
     rounds = [generate(engine, SAMPLES, world, n=4, max_response_len=240) for _ in range(2)]
     again = [(summary(rollouts), [r.rollout_log_probs for r in rollouts]) for rollouts in rounds]
-    engine._llm.reset_prefix_cache()
-    rounds = [generate(engine, SAMPLES, world, n=4, max_response_len=240) for _ in range(2)]
-    undisturbed = [(summary(rollouts), [r.rollout_log_probs for r in rollouts]) for rollouts in rounds]
     found["a stop changes nothing"] = again == undisturbed
-    found["stays"] = [engine.stays(0), engine.stays(2**60)]
+    sleeps = []
+    for spare_bytes in (0, 2**60):
+        engine.decide_to_stay(spare_bytes)
+        sleeps.append(engine.sleeps)
     engine.sleep()
-    found["verified after staying"] = weight_sync.verify()
+    found["sleeps"], found["verified after staying"] = sleeps, weight_sync.verify()
+    found["partial, stayed"] = of_partial_rollouts(engine, policy, hand_over)
+    hand_over()
+    rounds = [generate(engine, SAMPLES, world, n=4, max_response_len=240) for _ in range(2)]
+    stayed = [(summary(rollouts), [r.rollout_log_probs for r in rollouts]) for rollouts in rounds]
+    found["staying changes nothing"] = stayed == undisturbed
     return found
 
 
