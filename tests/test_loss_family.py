@@ -342,30 +342,6 @@ def test_loss_and_gradient_are_invariant_to_the_micro_batch_split_and_to_the_ord
 
 
 @every_loss
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_masked_places_reach_neither_selection_nor_loss_nor_gradient(loss, poison):
-    log_probs, batch = family_batch(seed=1)
-    mask = batch.response_mask
-
-    def poisoned(tensor):
-        return torch.where(mask, tensor.detach(), poison)
-
-    bad = {name: poisoned(getattr(batch, name)) for name in ("old_log_probs", "advantages", "is_weights")}
-    results = []
-    for values, of_batch in ((log_probs.detach(), batch), (poisoned(log_probs), batch.with_(**bad))):
-        values.requires_grad_()
-        of_batch = loss.prepare(of_batch, SINGLE)
-        whole = mini_batch_loss(loss, values, of_batch, loss.agg_mode, 3.0)
-        token_loss, metrics = loss(values, of_batch)
-        assert token_loss.isfinite().all()
-        metrics = [torch.where(mask, metric, 0) for metric in metrics.values()]
-        results.append((whole, *torch.autograd.grad(whole, values), *metrics))
-    for clean, ours in zip(*results, strict=True):
-        assert torch.equal(clean, ours)
-    assert (results[1][1][~mask] == 0).all()
-
-
-@every_loss
 @pytest.mark.parametrize("shape", [(2, 3), (2, 0), (0, 0)])
 def test_a_fully_masked_batch_has_zero_loss_and_zero_gradient(loss, shape):
     mask = torch.zeros(shape, dtype=torch.bool)

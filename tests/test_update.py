@@ -1,6 +1,7 @@
 """The gradient of a mini-batch depends on the mini-batch alone; see tests/update_worker.py for what each rank runs."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -8,13 +9,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lib.advantages import GroupAdvantage
+from lib.aggregation import LossAggMode
 from lib.batching import make_batch
 from lib.dist import SINGLE
+from lib.losses import LOSSES
 from lib.optim import OptimConfig, build_optimizer, moments_to_come, optimizer_step
 from tests.ranks import torchrun
 from tests.test_forward import reference_log_probs
 from tests.tiny import make_model, make_rollouts
-from tests.update_worker import BUDGETS
+from tests.update_worker import BUDGETS, CASE_BUDGETS, CASES, MAX_RESPONSE_LEN, near_policies
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,65 @@ def test_gradient_is_invariant_to_ranks_token_budget_and_recompute(results, layo
     _, found = results
     expected = found[1, False][f"gradient/{BUDGETS[-1]}"]
     assert error(found[layout][f"gradient/{budget}"], expected) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def slow_cases(results):
+    """{case: gradients} of Hugging Face's model in float64, one unpacked response at a time.
+
+    What all of them share is written out: weights, aggregation, denominators. The losses per token are lib's own, which
+    test_loss_family.py compares with slow loops.
+    """
+    model = AutoModelForCausalLM.from_pretrained(results[0], attn_implementation="eager", dtype=torch.float64)
+    rollouts = make_rollouts(num_groups=6)
+    batch = make_batch(rollouts, SINGLE, mini_batch_size=18)
+    batch = batch.with_(advantages=GroupAdvantage()(batch, SINGLE)[0], old_log_probs=batch.rollout_log_probs)
+    rows = {}
+    for row in batch.valid.nonzero().flatten().tolist():
+        log_probs, entropy = reference_log_probs(model, rollouts[row], 0.9)
+        reported = torch.tensor(rollouts[row].rollout_log_probs, dtype=torch.float64)
+        old, engine = near_policies(log_probs.detach(), reported)
+        batch.old_log_probs[row, : len(old)] = old.float()
+        y = (reported * 4 - 2 - log_probs).clamp(-20, 20)
+        rows[row] = (log_probs, old, engine, 0.1 * (y.exp() - y - 1).clamp(-10, 10) - 0.01 * entropy)
+    num_tokens = sum(len(old) for _, old, _, _ in rows.values())
+    mean_weight = sum(float((old - engine).exp().clamp(max=1.3).sum()) for _, old, engine, _ in rows.values())
+    mean_weight /= num_tokens
+    expected = {}
+    for name, (loss, mode, correction) in CASES.items():
+        total, prepared = 0.0, loss.prepare(batch, SINGLE)
+        for row, (log_probs, old, engine, others) in rows.items():
+            weights = (old - engine).exp().clamp(max=1.3) / mean_weight
+            if correction.bypass:
+                old, weights = engine, (log_probs.detach() - engine).sum().exp().clamp(max=2)
+            if name == "geo_mean":
+                weights = weights.log().mean().exp()
+            token_loss, _ = loss(log_probs[None], prepared.rows(torch.tensor([row])).with_(old_log_probs=old[None]))
+            of_row = (token_loss[0] * weights + others).sum()
+            total = total + of_row / {
+                "token-mean": num_tokens, "seq-mean-token-sum": len(rows), "seq-mean-token-mean": len(rows) * len(old),
+                "seq-mean-token-sum-norm": len(rows) * MAX_RESPONSE_LEN,
+            }[mode]  # fmt: skip
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        gradients = torch.autograd.grad(total, parameters, retain_graph=True)
+        expected[name] = dict(zip(names, gradients, strict=True))
+    return expected
+
+
+@pytest.mark.parametrize("budget", CASE_BUDGETS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_of_every_loss_with_weights_is_invariant_and_equals_a_slow_loop(
+    results, slow_cases, name, num_ranks, budget
+):
+    gradients = results[1][num_ranks, False][f"{name}/{budget}"]
+    assert error(gradients, results[1][1, False][f"{name}/{CASE_BUDGETS[-1]}"]) < 1e-5
+    assert error(gradients, slow_cases[name]) < 2e-5
+
+
+def test_the_cases_have_every_loss_and_every_aggregation():
+    assert {name: type(loss) for name, (loss, _, _) in CASES.items() if name != "reinforce"} == LOSSES
+    assert {mode for _, mode, _ in CASES.values()} == set(get_args(LossAggMode))
 
 
 def test_gradient_checkpointing_computes_every_layer_twice(results):

@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node=N -m tests.update_worker MODEL OUT
 
-writes OUT on rank 0: {"gradient/BUDGET": {name: tensor}, "weights": {name: tensor}, "norms": [...]}.
+writes OUT on rank 0: {"gradient/BUDGET": {name: tensor}, "CASE/BUDGET": the same of every one of CASES (not where
+activations are recomputed), "weights": {name: tensor}, "norms": [...]}.
 """
 
 import sys
@@ -12,32 +13,89 @@ import torch
 from lib.advantages import GroupAdvantage
 from lib.aggregation import aggregate, loss_denominator
 from lib.batching import iter_micro_batches, iter_mini_batches, make_batch
+from lib.correction import Correction
 from lib.dist import init_distributed, shutdown_distributed
-from lib.forward import forward_policy
+from lib.forward import compute_log_probs, forward_policy
 from lib.fsdp import FSDPConfig, begin_micro_batch, iter_full_tensors, load_policy
 from lib.kl import kl_to_reference
-from lib.losses import ClipLoss
+from lib.losses import (
+    CISPOLoss,
+    ClipCovLoss,
+    ClipLoss,
+    DPPOKLLoss,
+    DPPOTVLoss,
+    DROLoss,
+    GeoMeanLoss,
+    GPGLoss,
+    GSPOLoss,
+    KLCovLoss,
+    SAPOLoss,
+)
+from lib.metrics import Metrics
 from lib.model import ModelConfig
 from lib.optim import OptimConfig, build_optimizer, optimizer_step
 from tests.tiny import make_rollouts
 
 BUDGETS = (30, 60, 10_000)
+CASE_BUDGETS = (BUDGETS[0], BUDGETS[-1])
+MAX_RESPONSE_LEN = 16
+CLIP, UNCORRECTED = ClipLoss(), Correction()
+WEIGHTS = Correction(is_level="token", is_threshold=1.3, batch_normalize=True)
+REINFORCE = Correction(bypass=True, loss_type="reinforce", is_level="sequence")
+CASES = {
+    "vanilla": (ClipLoss(clip_low=0.1, clip_high=0.3, clip_dual=1.2), "token-mean", WEIGHTS),
+    "gspo": (GSPOLoss(clip_low=0.05, clip_high=0.05), "seq-mean-token-mean", WEIGHTS),
+    "cispo": (CISPOLoss(clip_low=0.2), "seq-mean-token-sum", WEIGHTS),
+    "sapo": (SAPOLoss(tau_neg=2.0), "seq-mean-token-sum-norm", WEIGHTS),
+    "geo_mean": (GeoMeanLoss(clip_low=0.1, clip_high=0.2), "seq-mean-token-mean", WEIGHTS),
+    "clip_cov": (ClipCovLoss(clip_cov_ratio=0.2, clip_cov_lb=-0.2, clip_cov_ub=3.0), "token-mean", WEIGHTS),
+    "kl_cov": (KLCovLoss(kl_cov_ratio=0.3, ppo_kl_coef=0.7), "seq-mean-token-sum", WEIGHTS),
+    "gpg": (GPGLoss(), "seq-mean-token-sum-norm", WEIGHTS),
+    "dppo_tv": (DPPOTVLoss(clip_low=0.001, clip_high=0.001, max_ratio=1.2), "seq-mean-token-sum-norm", WEIGHTS),
+    "dppo_kl": (DPPOKLLoss(clip_low=0.001, clip_high=0.001, max_ratio=1.2), "seq-mean-token-sum", WEIGHTS),
+    "dro": (DROLoss(dro_beta=0.8), "token-mean", WEIGHTS),
+    "reinforce": (GPGLoss(), "seq-mean-token-mean", REINFORCE),
+}
+"""Every loss with knobs that tell tokens of this batch apart, and one whose weights follow the current policy."""
 
 
 def full_gradients(policy):
     return {name: p.grad.full_tensor().clone() for name, p in policy.named_parameters()}
 
 
-def backward(policy, mini_batch, world, budget, mode="seq-mean-token-mean"):
-    denominator = loss_denominator(mini_batch, mode, world, scale=16)
+def backward(policy, mini_batch, world, budget, *, loss=CLIP, mode="seq-mean-token-mean", correction=UNCORRECTED):
+    """One mini-batch in train_grpo.py's order."""
+    mini_batch = loss.prepare(mini_batch, world)
+    denominator = loss_denominator(mini_batch, mode, world, scale=MAX_RESPONSE_LEN)
     micro_batches = list(iter_micro_batches(mini_batch, budget, world))
     for place, micro_batch in enumerate(micro_batches, start=1):
         begin_micro_batch(policy, last=place == len(micro_batches))
         log_probs, entropy = forward_policy(policy, micro_batch, temperature=0.9)
-        micro_batch = micro_batch.to(log_probs.device)
-        token_loss, _ = ClipLoss()(log_probs, micro_batch)
+        micro_batch = correction.weigh(log_probs, micro_batch.to(log_probs.device), Metrics(world))
+        token_loss = loss.weigh(loss(log_probs, micro_batch)[0], micro_batch)
         token_loss = token_loss - 0.01 * entropy + 0.1 * kl_to_reference(log_probs, micro_batch, kl_type="k3")
         (aggregate(token_loss, micro_batch.response_mask, mode) / denominator).backward()
+
+
+def near_policies(log_probs, noise):
+    """Log-probs of an old policy and of the engine, about half a nat from the current ones; noise is from -1 to 0."""
+    return log_probs + noise + 0.5, log_probs + 0.5 * torch.sin(40 * noise)
+
+
+def gradients_of_cases(policy, batch, world):
+    """{"CASE/BUDGET": gradients}, with the engine and the old policy apart from the current one and from each other."""
+    current, _ = compute_log_probs(policy, batch, max_tokens_per_gpu=60, temperature=0.9, world=world)  # (B, T)
+    old, engine = near_policies(current, batch.rollout_log_probs)
+    batch = batch.with_(old_log_probs=old, rollout_log_probs=engine)
+    found = {}
+    for name, (loss, mode, correction) in CASES.items():
+        corrected = correction.correct(batch, Metrics(world))
+        for budget in CASE_BUDGETS:
+            for mini_batch in iter_mini_batches(corrected, world, update_epochs=1):
+                backward(policy, mini_batch, world, budget, loss=loss, mode=mode, correction=correction)
+            found[f"{name}/{budget}"] = full_gradients(policy)
+            policy.zero_grad()
+    return found
 
 
 def main(path, out, checkpointing=False):
@@ -52,7 +110,7 @@ def main(path, out, checkpointing=False):
     )  # fmt: skip
     cfg = ModelConfig(dtype="float32", gradient_checkpointing=checkpointing)
     policy = load_policy(cfg, path, FSDPConfig(reshard_after_forward=checkpointing), world)
-    result = {"num_forwards": 0}
+    result = {"num_forwards": 0} | ({} if checkpointing else gradients_of_cases(policy, batch, world))
 
     def count(module, arguments):
         result["num_forwards"] += 1
