@@ -266,7 +266,7 @@ class RolloutEngine:
         return int(RESERVE * torch.cuda.mem_get_info(self.world.device)[1]) if self.on_gpu else 0
 
     def sleep(self) -> None:
-        """Frees weights and KV cache (level 2: the next sync writes every weight); a no-op where it `stays`."""
+        """Frees weights and KV cache (level 2: the next sync writes every weight), unless the engine stays."""
         if not self.sleeps:
             # Cached prefixes belong to the weights that computed them.
             assert self._llm.reset_prefix_cache(), "the engine refused to drop its prefix cache: requests are alive"
