@@ -263,7 +263,7 @@ class RolloutEngine:
 
     def _reserve_bytes(self) -> int:
         """What is left free for NCCL and modules that load late, and for what torch's allocator cannot hand out."""
-        return int(RESERVE * torch.cuda.mem_get_info(self.world.device)[1]) if self.on_gpu else 0
+        return int(RESERVE * torch.cuda.mem_get_info(self.world.device)[1])
 
     def sleep(self) -> None:
         """Frees weights and KV cache (level 2: the next sync writes every weight), unless the engine stays."""

@@ -59,11 +59,12 @@ def test_a_critic_has_no_logits_to_keep():
 
 @pytest.mark.parametrize(
     ("sleep", "spare_bytes", "sleeps"),
-    [(None, 6, True), (None, 7, False), (None, -1, True), (True, 2**60, True), (False, 0, False)],
+    [(None, 9, True), (None, 10, False), (None, -1, True), (True, 2**60, True), (False, 0, False)],
 )
-def test_an_engine_stays_where_all_of_it_fits_unless_it_was_told(sleep, spare_bytes, sleeps):
-    engine = object.__new__(RolloutEngine)  # as it is after its first sleep, on a machine without a GPU to leave free
-    engine.cfg, engine.world, engine.on_gpu = RolloutConfig(sleep=sleep), SINGLE, False
-    engine.sleeps, engine._sleeping_bytes = sleep is not False, {"weights": 3, "kv_cache": 4}
+def test_an_engine_stays_where_it_and_a_reserve_fit_unless_it_was_told(monkeypatch, sleep, spare_bytes, sleeps):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50, 100))  # free and total: 3 stay free
+    engine = object.__new__(RolloutEngine)  # as it is after its first sleep
+    engine.cfg, engine.world, engine._sleeping_bytes = RolloutConfig(sleep=sleep), SINGLE, {"weights": 3, "kv_cache": 4}
+    engine.sleeps = sleep is not False
     engine.decide_to_stay(spare_bytes)
     assert engine.sleeps == sleeps

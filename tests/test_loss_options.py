@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from lib.aggregation import LossAggMode
+from lib.config import parse_args
 from lib.errors import UserError
 from lib.losses import (
     LOSSES,
@@ -19,6 +20,7 @@ from lib.losses import (
     KLCovLoss,
     SAPOLoss,
 )
+from train_grpo import GRPOConfig
 
 
 def test_the_table_offers_verls_names_with_their_defaults():
@@ -38,9 +40,6 @@ def test_the_table_offers_verls_names_with_their_defaults():
 
 
 def test_the_aggregation_is_the_losss_own_unless_it_is_given():
-    from lib.config import parse_args
-    from train_grpo import GRPOConfig
-
     own = {name: parse_args(GRPOConfig(), ["--loss", name]).agg_mode for name in LOSSES}
     by_sequence = {name for name, mode in own.items() if mode == "seq-mean-token-mean"}
     assert by_sequence == {"gspo", "sapo", "geo_mean"}
@@ -79,3 +78,8 @@ def test_a_knob_out_of_range_is_refused_with_its_flag_value_and_rule(name, field
     assert len(parts) == 4
     assert f"--loss.{field.replace('_', '-')}" in parts[0]
     assert f"found {value}" in parts[2] and parts[2].endswith(rule)
+
+
+def test_the_constant_of_a_norm_is_the_longest_response_unless_another_is_given():
+    assert parse_args(GRPOConfig(), ["--rollout.max-response-len", "300"]).loss_scale == 300
+    assert parse_args(GRPOConfig(), ["--loss-scale-factor", "120.5"]).loss_scale == 120.5

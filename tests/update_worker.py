@@ -18,19 +18,7 @@ from lib.dist import init_distributed, shutdown_distributed
 from lib.forward import compute_log_probs, forward_policy
 from lib.fsdp import FSDPConfig, begin_micro_batch, iter_full_tensors, load_policy
 from lib.kl import kl_to_reference
-from lib.losses import (
-    CISPOLoss,
-    ClipCovLoss,
-    ClipLoss,
-    DPPOKLLoss,
-    DPPOTVLoss,
-    DROLoss,
-    GeoMeanLoss,
-    GPGLoss,
-    GSPOLoss,
-    KLCovLoss,
-    SAPOLoss,
-)
+from lib.losses import LOSSES, ClipLoss
 from lib.metrics import Metrics
 from lib.model import ModelConfig
 from lib.optim import OptimConfig, build_optimizer, optimizer_step
@@ -42,20 +30,21 @@ MAX_RESPONSE_LEN = 16
 CLIP, UNCORRECTED = ClipLoss(), Correction()
 WEIGHTS = Correction(is_level="token", is_threshold=1.3, batch_normalize=True)
 REINFORCE = Correction(bypass=True, loss_type="reinforce", is_level="sequence")
-CASES = {
-    "vanilla": (ClipLoss(clip_low=0.1, clip_high=0.3, clip_dual=1.2), "token-mean", WEIGHTS),
-    "gspo": (GSPOLoss(clip_low=0.05, clip_high=0.05), "seq-mean-token-mean", WEIGHTS),
-    "cispo": (CISPOLoss(clip_low=0.2), "seq-mean-token-sum", WEIGHTS),
-    "sapo": (SAPOLoss(tau_neg=2.0), "seq-mean-token-sum-norm", WEIGHTS),
-    "geo_mean": (GeoMeanLoss(clip_low=0.1, clip_high=0.2), "seq-mean-token-mean", WEIGHTS),
-    "clip_cov": (ClipCovLoss(clip_cov_ratio=0.2, clip_cov_lb=-0.2, clip_cov_ub=3.0), "token-mean", WEIGHTS),
-    "kl_cov": (KLCovLoss(kl_cov_ratio=0.3, ppo_kl_coef=0.7), "seq-mean-token-sum", WEIGHTS),
-    "gpg": (GPGLoss(), "seq-mean-token-sum-norm", WEIGHTS),
-    "dppo_tv": (DPPOTVLoss(clip_low=0.001, clip_high=0.001, max_ratio=1.2), "seq-mean-token-sum-norm", WEIGHTS),
-    "dppo_kl": (DPPOKLLoss(clip_low=0.001, clip_high=0.001, max_ratio=1.2), "seq-mean-token-sum", WEIGHTS),
-    "dro": (DROLoss(dro_beta=0.8), "token-mean", WEIGHTS),
-    "reinforce": (GPGLoss(), "seq-mean-token-mean", REINFORCE),
+KNOBS = {
+    "vanilla": ("token-mean", dict(clip_low=0.1, clip_high=0.3, clip_dual=1.2)),
+    "gspo": ("seq-mean-token-mean", dict(clip_low=0.05, clip_high=0.05)),
+    "cispo": ("seq-mean-token-sum", dict(clip_low=0.2)),
+    "sapo": ("seq-mean-token-sum-norm", dict(tau_neg=2.0)),
+    "geo_mean": ("seq-mean-token-mean", dict(clip_low=0.1, clip_high=0.2)),
+    "clip_cov": ("token-mean", dict(clip_cov_ratio=0.2, clip_cov_lb=-0.2, clip_cov_ub=3.0)),
+    "kl_cov": ("seq-mean-token-sum", dict(kl_cov_ratio=0.3, ppo_kl_coef=0.7)),
+    "gpg": ("seq-mean-token-sum-norm", {}),
+    "dppo_tv": ("seq-mean-token-sum-norm", dict(clip_low=0.001, clip_high=0.001, max_ratio=1.2)),
+    "dppo_kl": ("seq-mean-token-sum", dict(clip_low=0.001, clip_high=0.001, max_ratio=1.2)),
+    "dro": ("token-mean", dict(dro_beta=0.8)),
 }
+CASES = {name: (LOSSES[name](**knobs), mode, WEIGHTS) for name, (mode, knobs) in KNOBS.items()}
+CASES["reinforce"] = LOSSES["gpg"](), "seq-mean-token-mean", REINFORCE
 """Every loss with knobs that tell tokens of this batch apart, and one whose weights follow the current policy."""
 
 
