@@ -4,15 +4,19 @@ A rank never raises, continues or returns alone: `World.agree` runs a check on e
 the same error. A world of size 1 needs no process group for any method here.
 """
 
+import atexit
 import ctypes
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +27,9 @@ from lib.errors import LaunchError, LockstepError, UserError
 
 TIMEOUT = timedelta(minutes=60)  # a replica may wait this long for the slowest rollout of another
 JOIN_TIMEOUT = timedelta(minutes=2)  # for ranks started by hand; torchrun has its own limit
+REST_TIMEOUT_S = 5.0  # at the very end; a thread that still works then waits for a rank that will never come
 PR_SET_PDEATHSIG = 1
+GLOO_THREAD = "pt_gloo_runloop"
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # how often torchrun has restarted the ranks; it alone sets it
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -144,6 +150,33 @@ def shutdown_distributed() -> None:
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()
         init_distributed.cache_clear()
+
+
+@atexit.register
+def _wait_for_gloo() -> None:
+    """Waits until Gloo's threads rest, before the interpreter ends.
+
+    After a collective such a thread frees its tensors, and where Python has known them it needs Python's lock. From an
+    ending interpreter it gets no lock: the process aborts, and a run that has finished seems to have failed
+    (https://github.com/pytorch/pytorch/issues/190489). Destroying the groups ends the threads only where nothing holds
+    them any more; a DeviceMesh does. The pauses give the lock away; three rests in a row, because a thread that waits
+    for it looks as if it rested until it is handed over.
+    """
+    deadline, rests = time.monotonic() + REST_TIMEOUT_S, 0
+    while rests < 3 and (states := _gloo_states()) and time.monotonic() < deadline:
+        rests = rests + 1 if states == {"S"} else 0
+        time.sleep(0.002)
+
+
+def _gloo_states() -> set[str]:
+    """The states of this process's Gloo threads, as Linux names them: S sleeps, R runs or waits for a processor."""
+    states = set()
+    for task in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # it has ended
+            text = task.read_text()  # 1989 (pt_gloo_runloop) S ...
+            if f"({GLOO_THREAD})" in text:
+                states.add(text.rpartition(")")[2].split()[0])
+    return states
 
 
 def _read_launch_environment() -> tuple[int, int, int]:
