@@ -11,7 +11,7 @@ NUMBER_CHARS = set("0123456789.,")
 
 
 def grade_gsm8k(text: str, truth: str = "72", method: str = "strict") -> float:
-    return gsm8k.compute_score("openai/gsm8k", text, truth, {}, method=method)
+    return gsm8k.compute_score("openai/gsm8k", text, truth, {}, method=method)["score"]
 
 
 def grade_math(text: str, truth: str) -> float:
@@ -70,7 +70,20 @@ def test_gsm8k_flexible_takes_the_last_number(text, truth, score):
 
 
 def test_gsm8k_compares_a_numeric_ground_truth_as_text():
-    assert gsm8k.compute_score("openai/gsm8k", "#### 72", 72, {}) == 1.0
+    assert gsm8k.compute_score("openai/gsm8k", "#### 72", 72, {})["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "method", "pred"),
+    [
+        ("#### 1,200 apples", "strict", "1200"),
+        ("1,200 apples", "strict", ""),
+        ("1,200 apples", "flexible", "1,200"),
+        ("no number", "flexible", ""),
+    ],
+)
+def test_gsm8k_tells_the_answer_that_it_read(text, method, pred):
+    assert gsm8k.compute_score("openai/gsm8k", text, "72", {}, method=method) == {"score": 0.0, "pred": pred}
 
 
 def test_gsm8k_refuses_an_unknown_method():

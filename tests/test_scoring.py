@@ -119,7 +119,8 @@ def test_built_in_graders_are_chosen_by_data_source():
 
 def test_kwargs_choose_the_flexible_gsm8k_grader():
     cfg = RewardConfig(kwargs={"method": "flexible"}, num_workers=1)
-    assert score_all(cfg, ["so 7", "#### 8"], source="openai/gsm8k") == [Score(score=1.0), Score(score=0.0)]
+    read = [Score(score=1.0, extras={"pred": "7"}), Score(score=0.0, extras={"pred": "8"})]
+    assert score_all(cfg, ["so 7", "#### 8"], source="openai/gsm8k") == read
 
 
 @pytest.mark.parametrize(

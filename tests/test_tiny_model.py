@@ -49,11 +49,20 @@ def test_answers_are_sums_and_three_in_five_need_a_carry(data):
 
 
 @pytest.mark.parametrize(
-    ("response", "score"),
-    [("units 15,75", 1), ("75", 1), ("15,65", 0), ("75,", 0), ("15,075", 0), ("15,75 ", 0), ("", 0), ("75,15", 0)],
+    ("response", "score", "pred"),
+    [
+        ("units 15,75", 1, "75"),
+        ("75", 1, "75"),
+        ("15,65", 0, "65"),
+        ("75,", 0, ""),
+        ("15,075", 0, "075"),
+        ("15,75 ", 0, "75 "),
+        ("", 0, ""),
+        ("75,15", 0, "15"),
+    ],
 )
-def test_the_answer_stands_after_the_last_comma(response, score):
-    assert compute_score("arithmetic", response, "75", {}) == {"score": score, "acc": score}
+def test_the_answer_stands_after_the_last_comma(response, score, pred):
+    assert compute_score("arithmetic", response, "75", {}) == {"score": score, "acc": score, "pred": pred}
 
 
 @given(st.text())

@@ -28,7 +28,8 @@ def sum_without_carry(a: int, b: int) -> int:
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> dict[str, float]:
-    """`score` and `acc`: 1 if what follows the last comma is the ground truth, character for character, else 0."""
-    acc = float(solution_str.rpartition(",")[2] == str(ground_truth))
-    return {"score": acc, "acc": acc}
+) -> dict[str, Any]:
+    """{score, acc, pred: what follows the last comma}; 1 if that is the ground truth, character for character, else 0."""
+    pred = solution_str.rpartition(",")[2]
+    acc = float(pred == str(ground_truth))
+    return {"score": acc, "acc": acc, "pred": pred}

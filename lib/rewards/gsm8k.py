@@ -13,15 +13,17 @@ NUMBER = re.compile(r"-?[0-9.,]+")
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict, *, method: str = "strict"
-) -> float:
-    """1.0 when the extracted answer equals the ground truth as text ("72." and "72.0" are not "72"), else 0.0.
+) -> dict[str, Any]:
+    """{score, pred: the extracted answer, "" without one}.
 
+    The score is 1.0 when the answer equals the ground truth as text ("72." and "72.0" are not "72"), else 0.0.
     `method`: "strict" (`#### 72`) or "flexible" (the last number): --reward.kwargs '{"method": "flexible"}'.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f'method={method!r}, expected "strict" or "flexible"')
     extract = extract_strict if method == "strict" else extract_flexible
-    return float(extract(solution_str) == str(ground_truth))
+    answer = extract(solution_str)
+    return {"score": float(answer == str(ground_truth)), "pred": answer or ""}
 
 
 def extract_strict(solution_str: str) -> str | None:
