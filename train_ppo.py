@@ -218,7 +218,10 @@ def train(cfg: PPOConfig) -> None:
                 with metrics.time("sleep"):
                     engine.sleep()
                 metrics.add_max("perf/memory_after_sleep_gb", engine.device_used_gib())
-                batch = make_batch(collected.rollouts, world, mini_batch_size=collected.mini_batch_size)
+                batch = make_batch(
+                    collected.rollouts, world, mini_batch_size=collected.mini_batch_size,
+                    reward_keys=cfg.advantage.reward_keys,
+                )  # fmt: skip
                 data_metrics(batch, metrics, max_prompt_len=cfg.data.max_prompt_len)
                 num_updates = collected.num_mini_batches * cfg.policy_epochs(step)
 

@@ -5,6 +5,7 @@ decides (lib/step_rows.py), so an advantage is the same to the bit however the r
 leave all statistics.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -35,6 +36,8 @@ class Advantage(ABC):
     """Whether batch.logit_grad_squared must be there, of the pass for old log-probs, whatever the number of updates."""
     needs_critic: ClassVar[bool] = False
     """Whether batch.values must be there."""
+    reward_keys: ClassVar[tuple[str, ...]] = ()
+    """What batch.named_rewards must hold, in this order, of what the reward function returns."""
 
     @abstractmethod
     def __call__(self, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
@@ -92,6 +95,46 @@ class DrGRPOAdvantage(GroupAdvantage):
 
     norm_by_std: bool = False
     """Divide by the standard deviation of the group's rewards, which makes it GRPO's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDPOAdvantage(GroupAdvantage):
+    """Several rewards, each relative to its group, then summed and whitened over all tokens (GDPO, arXiv:2601.05242).
+
+    Where rewards are summed first, (1, 0) and (0, 1) become one; a reward of small spread is drowned by the others.
+    """
+
+    reward_keys: tuple[str, ...] = ("score",)
+    """What is learned from: numbers that the reward function returns. `score` is shaped and bears the KL penalty."""
+    reward_weights: tuple[float, ...] = ()
+    """The weight of each of them; none: 1 each."""
+
+    def __post_init__(self) -> None:
+        num_keys, weights = len(set(self.reward_keys)), self.reward_weights
+        check_fields(
+            self,
+            "advantage.",
+            reward_keys=(num_keys == len(self.reward_keys) > 0, "at least one name, and none twice"),
+            reward_weights=(
+                len(weights) in (0, num_keys) and all(map(math.isfinite, weights)),
+                f"{num_keys} finite numbers, one for each of --advantage.reward-keys, or none",
+            ),
+        )
+
+    def __call__(self, batch: Batch, world: World) -> tuple[Tensor, Tensor]:
+        """Advantages, and the same numbers as returns: (B, T) float32, 0 outside response_mask. All ranks together."""
+        assert batch.named_rewards is not None, "named rewards are read before the advantages"
+        named = dict(zip(self.reward_keys, batch.named_rewards.double().T, strict=True))  # (B,) each
+        if "score" in named:
+            named["score"] = response_rewards(batch)
+        rows = StepRows(batch, world, *named.values())
+        weights = self.reward_weights or (1.0,) * len(named)
+        relative = [
+            w * self.of_responses(rows, rewards, rewards) for w, rewards in zip(weights, rows.columns, strict=True)
+        ]
+        summed = rows.local(torch.stack(relative).sum(0))  # (B,)
+        advantages = whiten(summed[:, None].expand(batch.response_mask.shape), batch, world)
+        return advantages, advantages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +335,7 @@ def _less_token_baseline(rows: StepRows, lens: Tensor, returns: Tensor, weights:
 ADVANTAGES: dict[str, type[Advantage]] = {
     "grpo": GroupAdvantage,
     "dr_grpo": DrGRPOAdvantage,
+    "gdpo": GDPOAdvantage,
     "grpo_passk": PassKAdvantage,
     "rloo": RLOOAdvantage,
     "opo": OPOAdvantage,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lib.dist import World
+from lib.groups import number_of
 from lib.types import Batch, Rollout
 
 LINEAR_COST = 24576  # a token costs as much as attention over this many: 12 x hidden size, for a hidden size of 2,048
@@ -36,6 +37,7 @@ class _Row(NamedTuple):
     truncated: bool
     score: float | None
     has_log_probs: bool
+    named_rewards: tuple[float, ...]
     greedy_score: float | None
     num_stale: int
 
@@ -44,15 +46,21 @@ class _Row(NamedTuple):
         return self.prompt_len + self.response_len
 
 
-def make_batch(rollouts: Sequence[Rollout], world: World, *, mini_batch_size: int) -> Batch:
+def make_batch(
+    rollouts: Sequence[Rollout], world: World, *, mini_batch_size: int, reward_keys: Sequence[str] = ()
+) -> Batch:
     """This rank's share of the step, on the CPU, sorted by uid and index; mini_batch_ids say which step uses a row.
 
     `rollouts` are the scored ones that this rank has (none on the ranks that only lend a replica their GPU);
-    mini_batch_size counts the responses of all ranks (any number where no rank has one). Executed by all ranks
-    together: lengths are gathered, every rank makes the same plan, and token ids and log-probs go straight to the rank
-    that trains on them.
+    mini_batch_size counts the responses of all ranks (any number where no rank has one); reward_keys are the
+    advantage's. Executed by all ranks together: lengths are gathered, every rank makes the same plan, and token ids and
+    log-probs go straight to the rank that trains on them. Raises UserError where the reward function did not return a
+    number for each of reward_keys.
     """
-    gathered = world.gather([_describe(rollout, world.rank, place) for place, rollout in enumerate(rollouts)])
+    described = world.agree(
+        lambda: [_describe(rollout, world.rank, place, reward_keys) for place, rollout in enumerate(rollouts)]
+    )
+    gathered = world.gather(described)
     rows = sorted(row for of_rank in gathered for row in of_rank)
     assert len({(row.uid, row.index) for row in rows}) == len(rows), "a response occurs twice"
     costs = [row.total_len * (LINEAR_COST + row.total_len) for row in rows]
@@ -70,6 +78,7 @@ def make_batch(rollouts: Sequence[Rollout], world: World, *, mini_batch_size: in
     response_lens = torch.tensor([row.response_len for _, row in mine], dtype=torch.int64)  # (B,)
     valid = torch.tensor([row.score is not None for _, row in mine], dtype=torch.bool)  # (B,)
     steps = torch.arange(int(response_lens.max()) if mine else 0)  # (T,)
+    named_rewards = torch.tensor([row.named_rewards for _, row in mine], dtype=torch.float32)
     return Batch(
         uids=torch.tensor([row.uid for _, row in mine], dtype=torch.int64),
         indices=torch.tensor([row.index for _, row in mine], dtype=torch.int64),
@@ -82,6 +91,7 @@ def make_batch(rollouts: Sequence[Rollout], world: World, *, mini_batch_size: in
         truncated=torch.tensor([row.truncated for _, row in mine], dtype=torch.bool),
         valid=valid,
         scores=torch.tensor([0.0 if row.score is None else row.score for _, row in mine], dtype=torch.float32),
+        named_rewards=named_rewards.view(len(mine), len(reward_keys)) if reward_keys else None,
         greedy_scores=_greedy_scores([row for _, row in mine], rows),
         rollout_log_probs=log_probs,
     )
@@ -198,7 +208,7 @@ def pack_by_budget(lens: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
-def _describe(rollout: Rollout, rank: int, place: int) -> _Row:
+def _describe(rollout: Rollout, rank: int, place: int, reward_keys: Sequence[str]) -> _Row:
     score, log_probs = rollout.score, rollout.rollout_log_probs
     assert score is not None, "rollouts are scored before they are batched"
     assert score.score is None or math.isfinite(score.score), f"score {score.score}"
@@ -212,6 +222,7 @@ def _describe(rollout: Rollout, rank: int, place: int) -> _Row:
         response_len=len(rollout.response_ids),
         truncated=rollout.finish_reason == "length",
         score=score.score,
+        named_rewards=tuple(number_of(rollout, key, "--advantage.reward-keys") or 0.0 for key in reward_keys),
         has_log_probs=log_probs is not None,
         greedy_score=rollout.greedy_score,
         num_stale=rollout.num_stale,

@@ -103,8 +103,9 @@ def try_reward(cfg: TrainConfig, train: Rows, val: Rows) -> str:
     data_sources = train.data_sources(cfg.data.train_max_samples) | val.data_sources(cfg.data.val_max_samples)
     trials = {train.where(row): train.sample(row, uid=row) for row in range(min(2, len(train)))}
     trials |= {f"{val.where(0)} (validation)": val.sample(0, uid=2)} if len(val) else {}
-    metric = cfg.filter_groups.metric if cfg.filter_groups.enable else "score"
-    return check_reward(cfg.reward, data_sources, trials, metric=metric)
+    needed = dict.fromkeys(cfg.advantage.reward_keys, "--advantage.reward-keys")
+    needed |= {cfg.filter_groups.metric: "--filter-groups.metric"} if cfg.filter_groups.enable else {}
+    return check_reward(cfg.reward, data_sources, trials, needed=needed)
 
 
 def load_prompts(

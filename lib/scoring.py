@@ -97,14 +97,14 @@ class RewardConfig:
 
 
 def check_reward(
-    cfg: RewardConfig, data_sources: Set[str], samples: Mapping[str, Sample], *, metric: str = "score"
+    cfg: RewardConfig, data_sources: Set[str], samples: Mapping[str, Sample], *, needed: Mapping[str, str] | None = None
 ) -> str:
     """One line for the log: the function, its file and the file's hash, after a trial on at most 3 rows.
 
-    `samples`: where each stands -> the row. `metric`: what --filter-groups.metric needs of one trial at least. Runs in
-    one worker process, before any model is loaded. Raises UserError for a wrong flag or data source (exit 2),
-    RewardError for reward code that does not import, lacks the function, or fails on a row (exit 4). Local to the rank:
-    wrap it in `World.agree`.
+    `samples`: where each stands -> the row. `needed`: number that one trial at least must return -> the option that
+    needs it. Runs in one worker process, before any model is loaded. Raises UserError for a wrong flag or data source
+    (exit 2), RewardError for reward code that does not import, lacks the function, or fails on a row (exit 4). Local to
+    the rank: wrap it in `World.agree`.
     """
     with closing(Scorer(replace(cfg, num_workers=1), data_sources)) as scorer:
         for sample, response in zip(samples.values(), TRIAL_RESPONSES, strict=False):
@@ -125,11 +125,12 @@ def check_reward(
     numbers = {"score"} | {
         name for trial in trials for name, value in trial.score.extras.items() if not isinstance(value, str)
     }
-    if metric not in numbers and any(trial.score.score is not None for trial in trials):
-        raise UserError(
-            f"the reward function returns no number {metric!r}; --filter-groups.metric; found none on a trial, "
-            f"expected one of {', '.join(sorted(numbers))}; change one of the two"
-        )
+    for name, flag in (needed or {}).items():
+        if name not in numbers and any(trial.score.score is not None for trial in trials):
+            raise UserError(
+                f"the reward function returns no number {name!r}; {flag}; found none on a trial, expected one of "
+                f"{', '.join(sorted(numbers))}; change one of the two"
+            )
     return "; ".join([f"reward: {_describe_source(cfg, data_sources)}", *(f"warning: {note}" for note in notes)])
 
 

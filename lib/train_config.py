@@ -134,6 +134,14 @@ class TrainConfig:
                 f"--rollout.max-response-len {self.rollout.max_response_len}, expected at least as much; lower the "
                 "buffer"
             )
+        keys = self.advantage.reward_keys
+        if keys and "score" not in keys and (self.overlong.buffer_len or self.kl_reward.coef):
+            raise UserError(
+                "the overlong penalty and the KL penalty change the score, which is not learned from; "
+                f"--advantage.reward-keys {' '.join(keys)}; found --overlong.buffer-len {self.overlong.buffer_len} and "
+                f"--kl-reward.coef {self.kl_reward.coef}, expected both 0 without the key score; add score to the "
+                "keys, or leave the penalties out"
+            )
         if self.correction.bypass and self.advantage.needs_logit_grad_squared:
             raise UserError(
                 "--correction.bypass leaves out the pass that the advantage reads; --advantage; found "

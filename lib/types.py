@@ -74,6 +74,7 @@ class Batch:
     truncated: Tensor  # (B,) bool, finish_reason was `length`
     valid: Tensor  # (B,) bool, False: excluded (no score)
     scores: Tensor  # (B,) float32, 0 without a score
+    named_rewards: Tensor | None = None  # (B, K) float32, by the advantage's reward_keys; 0 without a score
     num_stale: Tensor | None = None  # (B,) int64, response tokens at the start that an older policy sampled; None: 0
     greedy_scores: Tensor | None = None  # (B,) float32, of the prompt's greedy response (ReMax)
     token_level_rewards: Tensor | None = None  # (B, T) float32, the score on the last token, less the KL penalty
@@ -115,7 +116,7 @@ class Batch:
         for name, tensor in vars(self).items():
             if tensor is None:
                 picked[name] = None
-            elif tensor.dim() == 1:
+            elif tensor.dim() == 1 or name == "named_rewards":
                 picked[name] = tensor[rows]
             else:
                 picked[name] = tensor[rows, : width.get(name, longest_response)]

@@ -65,8 +65,10 @@ ALGORITHM = _under(
         "adv_estimator": (
             "--advantage",
             "verl's names; grpo_vectorized is grpo, rloo_vectorized is rloo, tir_optimal_token_baseline is "
-            "optimal_token_baseline; gdpo is not offered; dr_grpo is grpo without the standard deviation",
+            "optimal_token_baseline; dr_grpo is grpo without the standard deviation",
         ),
+        "gdpo_reward_keys": ("--advantage", "reward-keys is an option of gdpo; score is the shaped score"),
+        "gdpo_reward_weights": ("--advantage", "reward-weights is an option of gdpo"),
         "norm_adv_by_std_in_grpo": ("--advantage.norm-by-std", ""),
         "gamma": ("--advantage", "gamma is an option of gae and reinforce_plus_plus"),
         "lam": ("--advantage", "lam is an option of gae"),
@@ -137,7 +139,7 @@ UPDATE = _under(
         "tau_neg": ("--loss.tau-neg", "with --loss sapo"),
         "loss_agg_mode": (
             "--loss-agg-mode",
-            "the same four modes; default: the loss's own (gspo, sapo, geo_mean: seq-mean-token-mean; else token-mean)",
+            "the same modes; default: the loss's own (gspo, sapo, geo_mean: seq-mean-token-mean; else token-mean)",
         ),
         "loss_scale_factor": ("--loss-scale-factor", "default: --rollout.max-response-len"),
         "tis_imp_ratio_cap": ("--correction.is-threshold", "of token weights, the default: 2.0"),

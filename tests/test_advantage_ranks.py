@@ -22,7 +22,8 @@ def results_of(world):
             mine = (owners.clamp(max=1) == world.rank).nonzero().flatten()
         part = {k: None if v is None else v[mine] for k, v in vars(batch).items()}
         width = int(part["response_mask"].any(0).nonzero().max()) + 1 if len(mine) else 0
-        part = {k: v[:, :width] if v is not None and v.dim() == 2 else v for k, v in part.items()}
+        has_steps = [k for k, v in part.items() if v is not None and v.dim() == 2 and k != "named_rewards"]
+        part |= {k: part[k][:, :width] for k in has_steps}
         for name, advantage in VARIANTS.items():
             for kind, tensor in zip(("advantages", "returns"), advantage(Batch(**part), world), strict=True):
                 for uid, index, row in zip(part["uids"].tolist(), part["indices"].tolist(), tensor, strict=True):

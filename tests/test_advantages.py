@@ -13,6 +13,7 @@ from lib.advantages import (
     ADVANTAGES,
     DrGRPOAdvantage,
     GAEAdvantage,
+    GDPOAdvantage,
     GroupAdvantage,
     PassKAdvantage,
     ReinforcePlusPlusAdvantage,
@@ -25,6 +26,7 @@ from lib.shaping import make_token_level_rewards
 from lib.types import Batch
 
 VARIANTS = {name: kind() for name, kind in ADVANTAGES.items()} | {
+    "gdpo": GDPOAdvantage(reward_keys=("format", "score", "brevity"), reward_weights=(1.0, 0.5, -2.0)),
     "passk_without_std": PassKAdvantage(norm_by_std=False),
     "gae_discounted": GAEAdvantage(gamma=0.9, lam=0.8),
     "reinforce_plus_plus_discounted": ReinforcePlusPlusAdvantage(gamma=0.9),
@@ -73,6 +75,7 @@ def random_step(seed, groups=5, steps=6, *, with_kl=True):
         torch.where(valid, scores, 0), uids, valid, mask, indices=indices,
         greedy_scores=torch.randint(0, 3, (rows,), generator=draw) / 2.0, values=noise,
         logit_grad_squared=(1 - probs) ** 2 * (1 + torch.rand(rows, steps, generator=draw)),
+        named_rewards=torch.randint(0, 3, (rows, 3), generator=draw) / 2.0,
     )  # fmt: skip
     if with_kl:
         kl = torch.where(mask, 0.1 * torch.randn(rows, steps, generator=draw), 0)
@@ -94,6 +97,7 @@ def as_rows(batch):
         for name in ("token_level_rewards", "values", "logit_grad_squared", "is_weights"):
             tensor = getattr(batch, name)
             row[name] = None if tensor is None else [float(tensor[i, t]) for t in row["t"]]
+        row["named_rewards"] = None if batch.named_rewards is None else batch.named_rewards[i].tolist()
         row["greedy"] = None if batch.greedy_scores is None else float(batch.greedy_scores[i])
         row["r"] = row["token_level_rewards"]
         if row["r"] is None:
@@ -175,6 +179,15 @@ def slow(name, batch):
     if name == "reinforce_plus_plus_baseline":
         result = slow_whitened([[slow_of_response("dr_grpo", row, rows)] * len(row["t"]) for row in rows])
         return result, result
+    if name == "gdpo":  # the column of the key `score` is not what is learned from: that is the shaped score
+        format_reward, _, brevity = zip(*(row["named_rewards"] for row in rows), strict=True)
+        summed = [0.0] * len(rows)
+        for weight, rewards in ((1.0, format_reward), (0.5, [row["reward"] for row in rows]), (-2.0, brevity)):
+            named = [row | {"reward": reward} for row, reward in zip(rows, rewards, strict=True)]
+            relative = [slow_of_response("grpo", row, named) for row in named]
+            summed = [so_far + weight * one for so_far, one in zip(summed, relative, strict=True)]
+        result = slow_whitened([[one] * len(row["t"]) for one, row in zip(summed, rows, strict=True)])
+        return result, result
     returns = [slow_returns(row, gamma) for row in rows]
     if name.startswith("reinforce_plus_plus"):
         return slow_whitened(returns), returns
@@ -216,7 +229,8 @@ def test_order_of_rows_and_padding_change_no_bit(name):
     wider = {}
     for key, tensor in vars(batch).items():
         moved = None if tensor is None else tensor[order]
-        wider[key] = torch.nn.functional.pad(moved, (0, 41)) if moved is not None and moved.dim() == 2 else moved
+        has_steps = moved is not None and moved.dim() == 2 and key != "named_rewards"
+        wider[key] = torch.nn.functional.pad(moved, (0, 41)) if has_steps else moved
     moved_advantages, moved_returns = VARIANTS[name](Batch(**wider), SINGLE)
     assert torch.equal(moved_advantages[:, :70], advantages[order])
     assert torch.equal(moved_returns[:, :70], returns[order])
@@ -246,9 +260,7 @@ def test_a_step_without_rows_or_without_valid_ones_gives_zeros(name):
     batch = random_step(0)
     nothing = batch.with_(valid=torch.zeros_like(batch.valid), response_mask=torch.zeros_like(batch.response_mask))
     assert not VARIANTS[name](nothing, SINGLE)[0].any()
-    empty = Batch(
-        **{k: None if v is None else v[:0, ...] if v.dim() == 1 else v[:0, :0] for k, v in vars(batch).items()}
-    )
+    empty = batch.rows(torch.empty(0, dtype=torch.int64))
     assert VARIANTS[name](empty, SINGLE)[0].shape == (0, 0)
 
 
@@ -274,6 +286,32 @@ def test_known_answers_of_one_success_in_four():
     assert per_response("reinforce_plus_plus_baseline", scores, uids) == pytest.approx(
         [1.5, -0.5, -0.5, -0.5], rel=1e-6
     )
+
+
+def test_gdpo_tells_apart_what_a_sum_of_rewards_makes_equal():
+    uids, named = [0] * 4, torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 1.0]])
+    summed = per_response("grpo", named.sum(1).tolist(), uids)
+    assert summed[0] == summed[1]
+    batch = batch_of([0.0] * 4, uids, named_rewards=named)
+    advantages = GDPOAdvantage(reward_keys=("right", "format"))(batch, SINGLE)[0][:, 0].tolist()
+    # each reward alone: (1.5, -0.5, -0.5, -0.5) and (-1, 1, -1, 1) x sqrt(3) / 2, to 1e-6 of the std
+    ours = [1.5 - 3**0.5 / 2, -0.5 + 3**0.5 / 2, -0.5 - 3**0.5 / 2, -0.5 + 3**0.5 / 2]
+    assert advantages == pytest.approx([one / statistics.stdev(ours) for one in ours], abs=1e-5)
+    assert advantages[0] != advantages[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "weights", "rule"),
+    [
+        ((), (), "reward-keys is out of range; .*at least one name"),
+        (("acc", "acc"), (), "reward-keys is out of range; .*none twice"),
+        (("acc", "format"), (1.0,), "reward-weights is out of range; .*expected 2 finite numbers"),
+        (("acc",), (math.nan,), "reward-weights is out of range; .*expected 1 finite numbers"),
+    ],
+)
+def test_gdpo_refuses_rewards_without_a_name_or_a_weight(keys, weights, rule):
+    with pytest.raises(UserError, match=rule):
+        GDPOAdvantage(reward_keys=keys, reward_weights=weights)
 
 
 def test_known_answers_of_returns_around_a_hole():
@@ -421,16 +459,22 @@ def test_the_table_has_every_name_and_says_what_each_needs():
         for name, kind in ADVANTAGES.items()
     }
     assert needs == {
-        "grpo": {"group"}, "dr_grpo": {"group"}, "grpo_passk": {"group"}, "rloo": {"group"}, "opo": {"group"},
-        "gpg": {"group"}, "reinforce_plus_plus": set(), "reinforce_plus_plus_baseline": {"group"},
+        "grpo": {"group"}, "dr_grpo": {"group"}, "gdpo": {"group"}, "grpo_passk": {"group"}, "rloo": {"group"},
+        "opo": {"group"}, "gpg": {"group"}, "reinforce_plus_plus": set(), "reinforce_plus_plus_baseline": {"group"},
         "remax": {"greedy"}, "gae": {"critic"}, "optimal_token_baseline": {"group", "logit_grad_squared"},
     }  # fmt: skip
     assert GroupAdvantage().norm_by_std and not DrGRPOAdvantage().norm_by_std
+    assert {name for name, kind in ADVANTAGES.items() if kind.reward_keys} == {"gdpo"}
 
 
 @pytest.mark.parametrize(
     ("name", "missing"),
-    [("remax", "greedy_scores"), ("gae", "values"), ("optimal_token_baseline", "logit_grad_squared")],
+    [
+        ("remax", "greedy_scores"),
+        ("gae", "values"),
+        ("optimal_token_baseline", "logit_grad_squared"),
+        ("gdpo", "named_rewards"),
+    ],
 )
 def test_what_an_advantage_needs_and_lacks_is_our_bug(name, missing):
     with pytest.raises(AssertionError, match="before the advantages"):

@@ -266,6 +266,14 @@ CASES = {
         flags("--filter-groups.enable", "True", "--filter-groups.metric", "accuracy"),
         ("returns no number 'accuracy'", "--filter-groups.metric", "expected one of score;"),
     ),
+    "R-keys": Case(
+        flags("--advantage", "gdpo", "--advantage.reward-keys", "format"),
+        ("returns no number 'format'", "--advantage.reward-keys", "expected one of score;"),
+    ),
+    "R-keys-penalty": Case(
+        flags("--advantage", "gdpo", "--advantage.reward-keys", "acc", "--overlong.buffer-len", "2"),
+        ("change the score, which is not learned from", "--overlong.buffer-len 2", "add score to the keys"),
+    ),
     "R-metric-text": Case(
         lambda folder: (
             reward(HEAD + "return {'score': 1, 'acc': True, 'pred': '7'}\n")(folder)

@@ -28,6 +28,7 @@ from lib.batching import (
     partition_by_cost,
 )
 from lib.dist import SINGLE, World
+from lib.errors import UserError
 from lib.losses import ClipLoss
 from lib.types import Batch, Rollout, Sample, Score
 
@@ -50,7 +51,7 @@ def make_rollout(uid, index, *, prompt_len, response_len, score, with_log_probs=
         response_ids=list(range(base + 500, base + 500 + response_len)),
         rollout_log_probs=[-(base + t) / 2**18 for t in range(response_len)] if with_log_probs else None,
         finish_reason="length" if response_len % 3 == 0 else "stop",
-        score=Score(score=score),
+        score=Score(score=score, extras={} if score is None else {"format": index % 2 == 0, "brevity": 1 / (1 + uid)}),
     )
 
 
@@ -135,19 +136,24 @@ def step_losses(batch, world):
 def report(world):
     """Everything that the tests compare between ranks and worlds."""
     mine = rollouts_of(world.rank, world.size)
-    batch, losses, yielded = step_losses(make_batch(mine, world, mini_batch_size=MINI_BATCH_SIZE), world)
+    batch = make_batch(mine, world, mini_batch_size=MINI_BATCH_SIZE, reward_keys=("brevity", "score", "format"))
+    batch, losses, yielded = step_losses(batch, world)
     bare = [
         make_rollout(
             uid, world.rank, prompt_len=1, response_len=1, score=1.0, with_log_probs=uid != 0 or world.rank != 0
         )
         for uid in range(2)
     ]
+    unnamed = [replace(it, score=Score(score=1.0, extras={"acc": 1.0})) if it.sample.uid == 20 else it for it in mine]
+    with pytest.raises(UserError) as lacking:
+        make_batch(unnamed, world, mini_batch_size=MINI_BATCH_SIZE, reward_keys=("format",))
     uneven = {1: [9], 2: [1, 5], 3: [3, 3, 2]}[world.size][world.rank]
     return {
         "batch": vars(batch),
         "losses": losses,
         "yielded": yielded,
         "balance": balance_stats(batch, world),
+        "lacking": str(lacking.value),
         "some_lack_log_probs": make_batch(bare, world, mini_batch_size=2).rollout_log_probs,
         "uneven": [(rows.tolist(), vars(it)) for rows, it in micro_batch_rows(ragged_batch([10] * uneven), 10, world)],
     }
@@ -174,6 +180,25 @@ def reports(tmp_path_factory):
             pass
         result[size] = [torch.load(f"{folder}/{size}_{rank}.pt", weights_only=False) for rank in range(size)]
     return result
+
+
+def test_named_rewards_go_with_their_response_and_are_0_without_a_score(reports):
+    for of_ranks in reports.values():
+        for batch in (report["batch"] for report in of_ranks):
+            rows = zip(batch["uids"].tolist(), batch["indices"].tolist(), batch["valid"].tolist(), strict=True)
+            expected = [[valid / (1 + uid), 0.0, float(valid and index % 2 == 0)] for uid, index, valid in rows]
+            found = batch["named_rewards"].clone()
+            assert torch.equal(found[:, 1], batch["scores"])
+            found[:, 1] = 0
+            torch.testing.assert_close(found, torch.tensor(expected).view(-1, 3))
+
+
+def test_a_reward_function_that_leaves_a_named_reward_out_ends_the_step_on_all_ranks(reports):
+    for of_ranks in reports.values():
+        text = of_ranks[0]["lacking"]
+        assert "returns no number 'format'; --advantage.reward-keys; found 'nothing of that name'" in text
+        assert "expected one of score, acc; change" in text
+        assert {report["lacking"] for report in of_ranks} == {text}
 
 
 # ---- The partitioners ----

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     *("errors", "verl_keys", "config", "dist", "stopping", "types", "ops", "step_rows", "shaping", "advantages"),
-    *("aggregation", "selection", "losses", "critic_loss", "batching", "groups", "checkpoint_files"),
+    *("aggregation", "selection", "losses", "critic_loss", "groups", "batching", "checkpoint_files"),
     *("weight_files", "model_files", "whole_tensors", "verl_shards", "export"),
     *("schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
     *("kl", "correction", "attention", "host_memory", "model", "fsdp", "forward", "optim", "critic"),

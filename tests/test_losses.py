@@ -66,6 +66,8 @@ def slow_loss(token_loss, mask, mode):
     """The whole mini-batch's loss, from its definition."""
     rows = [[x for x, m in zip(xs, ms, strict=True) if m] for xs, ms in zip(token_loss, mask, strict=True)]
     rows = [row for row in rows if row]
+    if mode == "token-sum":
+        return sum(map(sum, rows))
     if mode == "token-mean":
         return sum(map(sum, rows)) / sum(map(len, rows))
     if mode == "seq-mean-token-mean":
@@ -126,6 +128,7 @@ def test_aggregation_matches_a_slow_loop_and_leaves_out_masked_responses(mode):
     ("mode", "expected"),
     [
         ("token-mean", (1 + 2 + 3 + 10) / 4),
+        ("token-sum", 1 + 2 + 3 + 10),
         ("seq-mean-token-sum", (6 + 10) / 2),
         ("seq-mean-token-mean", (2 + 10) / 2),
         ("seq-mean-token-sum-norm", (6 + 10) / 2 / MAX_RESPONSE_LEN),

@@ -46,6 +46,7 @@ def steps_and_poisoned_ones(draw):
         logit_grad_squared=uniform(), is_weights=2 * uniform(), advantages=uniform() - 0.5, response_mask=mask,
         valid=mask.any(-1) | (torch.rand(rows, generator=random) < 0.5),
         scores=torch.rand(rows, generator=random), greedy_scores=torch.rand(rows, generator=random),
+        named_rewards=torch.rand(rows, 3, generator=random),
     )  # fmt: skip
     places = ~mask if everywhere else ~mask & (uniform() < 0.5)
     return clean, clean | {name: torch.where(places, poison, clean[name]) for name in names}

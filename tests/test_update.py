@@ -110,7 +110,7 @@ def slow_cases(results):
             of_row = (token_loss[0] * weights + others).sum()
             total = total + of_row / {
                 "token-mean": num_tokens, "seq-mean-token-sum": len(rows), "seq-mean-token-mean": len(rows) * len(old),
-                "seq-mean-token-sum-norm": len(rows) * MAX_RESPONSE_LEN,
+                "seq-mean-token-sum-norm": len(rows) * MAX_RESPONSE_LEN, "token-sum": 1,
             }[mode]  # fmt: skip
         names, parameters = zip(*model.named_parameters(), strict=True)
         gradients = torch.autograd.grad(total, parameters, retain_graph=True)

@@ -40,7 +40,7 @@ KNOBS = {
     "kl_cov": ("seq-mean-token-sum", dict(kl_cov_ratio=0.3, ppo_kl_coef=0.7)),
     "gpg": ("seq-mean-token-sum-norm", {}),
     "dppo_tv": ("seq-mean-token-sum-norm", dict(clip_low=0.001, clip_high=0.001, max_ratio=1.2)),
-    "dppo_kl": ("seq-mean-token-sum", dict(clip_low=0.001, clip_high=0.001, max_ratio=1.2)),
+    "dppo_kl": ("token-sum", dict(clip_low=0.001, clip_high=0.001, max_ratio=1.2)),
     "dro": ("token-mean", dict(dro_beta=0.8)),
 }
 CASES = {name: (LOSSES[name](**knobs), mode, WEIGHTS) for name, (mode, knobs) in KNOBS.items()}

@@ -29,7 +29,7 @@ def sum_without_carry(a: int, b: int) -> int:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """{score, acc, pred: what follows the last comma}; 1 if that is the ground truth, character for character, else 0."""
+    """{score, acc, pred: what follows the last comma}: 1 if pred is the ground truth, letter by letter, else 0."""
     pred = solution_str.rpartition(",")[2]
     acc = float(pred == str(ground_truth))
     return {"score": acc, "acc": acc, "pred": pred}
