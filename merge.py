@@ -6,6 +6,7 @@ Takes Lockstep's checkpoints and verl's FSDP checkpoints, of policies and of cri
 host memory for one tensor at a time. The folder appears when it is whole, or not at all.
 """
 
+import math
 import os
 import signal
 import sys
@@ -53,7 +54,7 @@ class MergeConfig:
     """Print the traceback of an error too."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "", max_shard_gib=(self.max_shard_gib > 0, "GiB above 0"))
+        check_fields(self, "", max_shard_gib=(0 < self.max_shard_gib < math.inf, "GiB above 0, and finite"))
         if self.private and self.upload is None:
             raise UserError("--private means nothing alone; found no --upload, expected one; add --upload USER/NAME")
 

@@ -25,7 +25,7 @@ from lib.evaluate import evaluate
 from lib.forward import compute_log_probs, compute_values, forward_critic, forward_policy, with_old_log_probs
 from lib.fsdp import begin_micro_batch, held_bytes, load_critic, load_policy, offload, onload, reshard
 from lib.kl import KLController, kl_to_reference
-from lib.launch import check_critic, check_input, check_same_prompts, describe, load_prompts, try_reward
+from lib.launch import check_critic, check_input, check_same_prompts, data_sources, describe, load_prompts, try_reward
 from lib.metrics import (
     Metrics,
     advantage_metrics,
@@ -104,8 +104,6 @@ def train(cfg: PPOConfig) -> None:
         prompts = PromptStream(train_set, seed=cfg.seed, shuffle=cfg.data.shuffle)
         resume.restore_prompts(prompts)
         val_samples = val_set.all_samples()
-        data_sources = train_set.rows.data_sources(cfg.data.train_max_samples)
-        data_sources |= {sample.data_source for sample in val_samples}
         if files.train is None:
             reward_note = world.agree(lambda: try_reward(cfg, train_set.rows, val_set.rows))
     num_steps = cfg.num_steps or max(1, len(train_set) * cfg.total_epochs // cfg.prompts_per_step)
@@ -121,8 +119,9 @@ def train(cfg: PPOConfig) -> None:
         cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=num_steps, overwrite=cfg.overwrite,
         last_row=resume.last_row, resumable=resume.in_place and resume.path is not None,
     )  # fmt: skip
+    sources = data_sources(cfg, train_set.rows, val_set.rows)
     reward_log = run.dir / "logs" / f"rewards_{world.rank}.log"
-    with run, stopper, closing(Scorer(cfg.reward, data_sources, log_path=reward_log)) as scorer, ExitStack() as stack:
+    with run, stopper, closing(Scorer(cfg.reward, sources, log_path=reward_log)) as scorer, ExitStack() as stack:
         run.say(describe(cfg, world, model_files, train_set, val_set, num_steps=num_steps))
         ends = ", ".join(f"{tokenizer.decode([stop_id])!r} ({stop_id})" for stop_id in stop_ids)
         notes = (f"responses end at {ends}", reward_note, *files.warnings, *train_set.warnings, *val_set.warnings)

@@ -34,7 +34,7 @@ def packed_attention(
     assert attention_mask is None, "packed attention isolates sequences by their borders, not by a mask"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # (tokens to the left, to the right)
-    attend = _attend_varlen if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else _attend_each
+    attend = _attend_varlen if q.is_cuda and q.dtype == torch.bfloat16 else _attend_each
     return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, window).unsqueeze(0), None  # (1, N, heads, d)
 
 

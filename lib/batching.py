@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lib.dist import World
+from lib.errors import WeightSyncError
 from lib.groups import number_of
 from lib.types import Batch, Rollout
 
@@ -55,7 +56,7 @@ def make_batch(
     mini_batch_size counts the responses of all ranks (any number where no rank has one); reward_keys are the
     advantage's. Executed by all ranks together: lengths are gathered, every rank makes the same plan, and token ids and
     log-probs go straight to the rank that trains on them. Raises UserError where the reward function did not return a
-    number for each of reward_keys.
+    number for each of reward_keys, WeightSyncError where the engine's log-probs are no finite numbers.
     """
     described = world.agree(
         lambda: [_describe(rollout, world.rank, place, reward_keys) for place, rollout in enumerate(rollouts)]
@@ -73,6 +74,7 @@ def make_batch(
         reported = [torch.tensor(rollout.rollout_log_probs, dtype=torch.float32) for rollout in rollouts]
         moved = _move(reported, rows, ranks, size_of=lambda row: row.response_len, dtype=torch.float32, world=world)
         log_probs = _pad(moved, torch.float32)  # (B, T)
+        world.agree(lambda: _check_finite(log_probs))
 
     mine = [(place // mini_batch_size, row) for place, row in enumerate(rows) if ranks[place] == world.rank]
     response_lens = torch.tensor([row.response_len for _, row in mine], dtype=torch.int64)  # (B,)
@@ -255,6 +257,15 @@ def _move(
     arrived = [row for of_peer in incoming for row in of_peer]
     pieces = dict(zip(arrived, received.split([size_of(row) for row in arrived]), strict=True))
     return [pieces[row] for row, to in moves if to == world.rank]
+
+
+def _check_finite(log_probs: Tensor) -> None:
+    nonfinite = int((~log_probs.isfinite()).sum())
+    if nonfinite:
+        raise WeightSyncError(
+            f"the engine gave log-probs that are not finite; {nonfinite} sampled tokens; expected finite ones; it "
+            "computes NaN or infinity: try --model.dtype float32, and look for overflow in the model's weights"
+        )
 
 
 def _greedy_scores(mine: Sequence[_Row], everywhere: Sequence[_Row]) -> Tensor | None:

@@ -40,7 +40,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     device: torch.device
 
     def gather(self, value: Any) -> list[Any]:
@@ -109,7 +108,7 @@ class World:
         return result
 
 
-SINGLE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+SINGLE = World(rank=0, size=1, device=torch.device("cpu"))
 """A world of one rank on the CPU, for pure functions and their tests."""
 
 
@@ -142,7 +141,7 @@ def init_distributed() -> World:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing is compiled on a CPU, so no compiler is needed
         device = torch.device("cpu")
         _join(rank, size, backend="gloo", device=None)
-    return World(rank=rank, size=size, local_rank=local_rank, device=device)
+    return World(rank=rank, size=size, device=device)
 
 
 def shutdown_distributed() -> None:

@@ -175,7 +175,7 @@ def build_llm(
         generation_config="vllm",
         max_model_len=max_prompt_len + cfg.max_response_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(cfg.max_num_batched_tokens, 2048),
+        max_num_batched_tokens=cfg.max_num_batched_tokens,
         enable_prefix_caching=cfg.enable_prefix_caching,
         enforce_eager=cfg.enforce_eager or not on_gpu,
         logprobs_mode="processed_logprobs",  # after the temperature, like the trainer's
@@ -186,7 +186,7 @@ def build_llm(
     )
     if on_gpu:
         arguments["gpu_memory_utilization"] = cfg.gpu_memory_utilization
-        if not cfg.enforce_eager and cfg.max_cudagraph_capture_size > 0:
+        if not cfg.enforce_eager:
             arguments["compilation_config"] = compilation
         return LLM(**arguments)
     arguments["kv_cache_memory_bytes"] = int(cfg.cpu_kv_cache_gib * 2**30)

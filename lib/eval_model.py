@@ -109,7 +109,7 @@ def _verify(actor: Path, world: World) -> dict[str, str]:
 def _hash_folder(folder: Path, world: World) -> dict[str, str]:
     """{file: hash} of a Hugging Face folder's weights and config."""
     paths = [folder / "config.json", *(file for file, _ in iter_weight_files(folder))]
-    sizes = {path.name: FileEntry(path.stat().st_size, "") for path in paths}
+    sizes = {path.relative_to(folder).as_posix(): FileEntry(path.stat().st_size, "") for path in paths}
     own = world.agree(lambda: hash_files(folder, share(sizes, world.rank, world.size)))
     return {name: entry.hash for of_rank in world.gather(own) for name, entry in of_rank.items()}
 

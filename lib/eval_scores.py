@@ -12,7 +12,8 @@ from lib.types import Rollout, Sample, Score
 
 def try_reward(reward: RewardConfig, data: EvalDataConfig, rows: Rows) -> str:
     """A line about the reward function, which can score the first rows and knows every data source."""
-    trials = {rows.where(row): rows.sample(row, uid=row) for row in range(min(3, len(rows)))}
+    num_trials = min(3, len(rows), data.max_samples or 3)
+    trials = {rows.where(row): rows.sample(row, uid=row) for row in range(num_trials)}
     return check_reward(reward, rows.data_sources(data.max_samples), trials)
 
 

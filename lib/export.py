@@ -110,9 +110,8 @@ def check_tensors(shards: Shards, expected: Expected) -> None:
 
 
 def export(
-    shards: Shards, expected: Expected, source: Path, folder: Path, *, dtype: torch.dtype | None, max_file_bytes: int,
-    show_progress: bool = True,
-) -> str:  # fmt: skip
+    shards: Shards, expected: Expected, source: Path, folder: Path, *, dtype: torch.dtype | None, max_file_bytes: int
+) -> str:
     """Writes the model into an empty folder, with config.json, tokenizer and the like from `source`; what, in words.
 
     Floating-point tensors are cast to `dtype` (None: as saved). Files of at most `max_file_bytes` (a larger tensor has
@@ -131,7 +130,7 @@ def export(
         )
     plan = plan_files(sizes, max_file_bytes)
     weight_map = {}
-    with tqdm(total=total, desc="merging", unit="B", unit_scale=True, disable=not show_progress) as bar:
+    with tqdm(total=total, desc="merging", unit="B", unit_scale=True) as bar:
         for number, names in enumerate(plan, start=1):
             file = f"model-{number:05}-of-{len(plan):05}.safetensors" if len(plan) > 1 else "model.safetensors"
             # Widest numbers first, so that all of them are aligned, as the format's own library does it.

@@ -100,12 +100,17 @@ def check_critic(cfg: TrainConfig, critic: CriticConfig, policy: ModelFiles, wor
 
 def try_reward(cfg: TrainConfig, train: Rows, val: Rows) -> str:
     """A line about the reward function, which can score first rows of both splits and knows every data source."""
-    data_sources = train.data_sources(cfg.data.train_max_samples) | val.data_sources(cfg.data.val_max_samples)
-    trials = {train.where(row): train.sample(row, uid=row) for row in range(min(2, len(train)))}
+    num_trials = min(2, len(train), cfg.data.train_max_samples or 2)
+    trials = {train.where(row): train.sample(row, uid=row) for row in range(num_trials)}
     trials |= {f"{val.where(0)} (validation)": val.sample(0, uid=2)} if len(val) else {}
     needed = dict.fromkeys(cfg.advantage.reward_keys, "--advantage.reward-keys")
     needed |= {cfg.filter_groups.metric: "--filter-groups.metric"} if cfg.filter_groups.enable else {}
-    return check_reward(cfg.reward, data_sources, trials, needed=needed)
+    return check_reward(cfg.reward, data_sources(cfg, train, val), trials, needed=needed)
+
+
+def data_sources(cfg: TrainConfig, train: Rows, val: Rows) -> set[str]:
+    """What the reward function is asked for: the data sources of the rows that the run uses, of both splits."""
+    return train.data_sources(cfg.data.train_max_samples) | val.data_sources(cfg.data.val_max_samples)
 
 
 def load_prompts(
@@ -148,7 +153,8 @@ def batch_ladder(cfg: TrainConfig, num_ranks: int, *, num_steps: int, num_prompt
         f"{num_updates} optimizer step(s) per rollout\n"
         f"mini-batch   about {size / num_ranks:g} responses a rank in {'1 to about ' * (most > 1)}{most} "
         f"micro-batch(es) of at most {budget} tokens (a response and its prompt: at most {max_len})\n"
-        f"run          {num_steps} steps = {num_steps * num_updates} optimizer steps; {num_steps * prompts} prompts = "
+        f"run          {num_steps} steps = {num_steps * num_updates} optimizer steps; "
+        f"{'at least ' * cfg.filter_groups.enable}{num_steps * prompts} prompts = "
         f"{num_steps * prompts / num_prompts:.3g} epochs of {num_prompts}"
     )
 

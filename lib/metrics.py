@@ -197,16 +197,17 @@ def advantage_metrics(batch: Batch, metrics: Metrics) -> None:
     metrics.set("reward/constant_group_ratio", constant / len(groups) if groups else math.nan)
 
 
-def constant_reward_warning(constant_group_ratios: Sequence[float], *, patience: int = 3) -> str | None:
-    """A warning when none of the last `patience` steps had a group with differing rewards, else None.
+def constant_reward_warning(constant_group_ratios: Sequence[float]) -> str | None:
+    """A warning when all groups of the last 3 steps that had any had equal rewards, else None.
 
-    Takes the steps' reward/constant_group_ratio. Such steps have advantages of exactly zero and train nothing.
+    Takes the steps' reward/constant_group_ratio, NaN without a group. Such steps have advantages of exactly zero and
+    train nothing.
     """
-    recent = constant_group_ratios[-patience:]
-    if len(recent) < patience or any(ratio < 1.0 for ratio in recent):
+    recent = [ratio for ratio in constant_group_ratios if not math.isnan(ratio)][-3:]
+    if len(recent) < 3 or any(ratio < 1.0 for ratio in recent):
         return None
     return (
-        f"no signal: 100 % of the groups had equal rewards in each of the last {patience} steps, so nothing is "
+        "no signal: 100 % of the groups had equal rewards in each of the last 3 steps that had any, so nothing is "
         "learned; look at the responses in samples/ and at the reward function, or use prompts solved only sometimes"
     )
 

@@ -62,7 +62,8 @@ class TrainConfig:
     num_steps: int | None = None
     """Training steps (a rollout and its update each); None: as many as --total-epochs gives."""
     total_epochs: int = 1
-    """Passes over the training data, used when --num-steps is not given."""
+    """Passes over the training data, at --prompts-per-step a step, used when --num-steps is not given; with dynamic
+    sampling, which draws more prompts, more passes."""
 
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
@@ -153,6 +154,11 @@ class TrainConfig:
             raise UserError(
                 "a correction compares with the engine's log-probs, and there are none; --correction; found "
                 "--rollout.log-probs False, expected True; leave it out, or give --correction none"
+            )
+        if self.loss_scale_factor is not None and self.agg_mode != "seq-mean-token-sum-norm":
+            raise UserError(
+                f"--loss-scale-factor {self.loss_scale_factor} would do nothing; --loss-agg-mode; found "
+                f"{self.agg_mode}, expected seq-mean-token-sum-norm, which divides by it; leave out one of the two"
             )
         longest = self.data.max_prompt_len + self.rollout.max_response_len
         if self.max_tokens_per_gpu < longest:

@@ -77,7 +77,7 @@ class Batch:
     named_rewards: Tensor | None = None  # (B, K) float32, by the advantage's reward_keys; 0 without a score
     num_stale: Tensor | None = None  # (B,) int64, response tokens at the start that an older policy sampled; None: 0
     greedy_scores: Tensor | None = None  # (B,) float32, of the prompt's greedy response (ReMax)
-    token_level_rewards: Tensor | None = None  # (B, T) float32, the score on the last token, less the KL penalty
+    token_level_rewards: Tensor | None = None  # (B, T) float32, the score on the last token, less penalties
     rollout_log_probs: Tensor | None = None  # (B, T) float32
     old_log_probs: Tensor | None = None  # (B, T) float32, the trainer's, before the update; None: equal to the current
     ref_log_probs: Tensor | None = None  # (B, T) float32

@@ -43,7 +43,7 @@ DATA = _under(
         "image_key": ("", "images are not supported"),
         "video_key": ("", "videos are not supported"),
         "shuffle": ("--data.shuffle", "the order follows --seed"),
-        "seed": ("--seed", "one seed for the data order, the rollouts and torch"),
+        "seed": ("--seed", "one seed for the data order and the rollouts"),
         "validation_shuffle": ("", "not needed: the order does not change validation"),
         "train_max_samples": ("--data.train-max-samples", "None is all (verl: -1)"),
         "val_max_samples": ("--data.val-max-samples", "None is all (verl: -1)"),

@@ -43,7 +43,6 @@ def engine_layout(policy: CausalPolicy, *, tp_size: int, tp_rank: int) -> dict[s
     """
     names = {name: tuple(p.shape) for name, p in policy.named_parameters()}
     config = policy.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = config.num_key_value_heads
     # With more ranks than key-value heads, several ranks hold the same head.
     kv_shards, kv_shard = (tp_size, tp_rank) if kv_heads >= tp_size else (kv_heads, tp_rank * kv_heads // tp_size)
@@ -70,13 +69,12 @@ def engine_layout(policy: CausalPolicy, *, tp_size: int, tp_rank: int) -> dict[s
             layout[name] = _vocabulary_pieces(name, names[name][0], tp_size, tp_rank)
         else:
             layout[name] = [Piece(name)]
-    assert head_dim * config.num_attention_heads % tp_size == 0
     return layout
 
 
-def _vocabulary_pieces(name: str, rows: int, tp_size: int, tp_rank: int, padding: int = 64) -> list[Piece]:
-    """This rank's rows of a vocabulary that is padded to a multiple of `padding` and split evenly."""
-    per_rank = -(-rows // padding) * padding // tp_size
+def _vocabulary_pieces(name: str, rows: int, tp_size: int, tp_rank: int) -> list[Piece]:
+    """This rank's rows of a vocabulary that is padded to a multiple of 64 and split evenly."""
+    per_rank = -(-rows // 64) * 64 // tp_size
     start = min(tp_rank * per_rank, rows)
     real = min(per_rank, rows - start)
     pieces = [Piece(name, 0, start, real)] if real else []
@@ -252,9 +250,8 @@ def check_log_probs_diff(differences: Mapping[str, float], *, limit: float) -> N
     nonfinite = differences.get("training/rollout_log_probs_nonfinite", 0.0)
     if nonfinite:
         raise WeightSyncError(
-            f"engine or trainer gave log-probs that are not finite; {nonfinite:.0f} sampled tokens of the first "
-            "mini-batch; expected finite ones; one of the two computes NaN or infinity: try --model.dtype float32, and "
-            "look for overflow in the model's weights"
+            f"the trainer gave log-probs that are not finite; {nonfinite:.0f} sampled tokens; expected finite ones; it "
+            "computes NaN or infinity: try --model.dtype float32, and look for overflow in the model's weights"
         )
     if not differences.get("training/rollout_probs_diff_valid"):
         return  # nothing to compare: no log-probs, or no response with a score

@@ -92,7 +92,7 @@ FIGURES = {
     "sleep_s": "seconds to free the engine's memory, median; about 0 where it fits beside the update and stays",
     "wake_s": "seconds to map it again (weights and KV cache), median",
     "memory_after_sleep_gib": "GPU memory in use once the engine sleeps (if it does), by the trainer too; largest, GiB",
-    "peak_allocated_gib": "most memory that the trainer's tensors took within a phase, the engine's pool left out, GiB",
+    "peak_allocated_gib": "most memory that tensors took within a phase, GiB; those of an engine that sleeps left out",
     "padding_fraction": "padding / all tokens computed in the update",
     "overhead_s": "seconds of a step outside all phases, median",
     "outside_share": "share of a step outside generation and update",
@@ -403,7 +403,7 @@ def rooflines(
     prefill = 2 * block * sum(probes.prompt_lens) / FLOPS
 
     totals = [prompt + response for prompt, response in zip(prompts, lens, strict=True)]
-    forward = flops_forward(model, totals, lens) or 0.0
+    forward = flops_forward(model, totals, lens)
     return seconds + prefill, 3 * forward / FLOPS + 32 * num_parameters / world.size / BYTES
 
 

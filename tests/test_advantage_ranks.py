@@ -37,7 +37,7 @@ def run_rank(rank, size, folder):
     torch_dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
-    world = World(rank=rank, size=size, local_rank=rank, device=torch.device("cpu"))
+    world = World(rank=rank, size=size, device=torch.device("cpu"))
     torch.save(results_of(world), f"{folder}/{size}_{rank}.pt")
     torch_dist.destroy_process_group()
 

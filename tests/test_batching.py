@@ -28,7 +28,7 @@ from lib.batching import (
     partition_by_cost,
 )
 from lib.dist import SINGLE, World
-from lib.errors import UserError
+from lib.errors import UserError, WeightSyncError
 from lib.losses import ClipLoss
 from lib.types import Batch, Rollout, Sample, Score
 
@@ -147,6 +147,12 @@ def report(world):
     unnamed = [replace(it, score=Score(score=1.0, extras={"acc": 1.0})) if it.sample.uid == 20 else it for it in mine]
     with pytest.raises(UserError) as lacking:
         make_batch(unnamed, world, mini_batch_size=MINI_BATCH_SIZE, reward_keys=("format",))
+    overflown = [
+        replace(it, rollout_log_probs=[math.nan, *it.rollout_log_probs[1:]]) if it.sample.uid == 21 else it
+        for it in mine
+    ]
+    with pytest.raises(WeightSyncError) as not_finite:
+        make_batch(overflown, world, mini_batch_size=MINI_BATCH_SIZE)
     uneven = {1: [9], 2: [1, 5], 3: [3, 3, 2]}[world.size][world.rank]
     return {
         "batch": vars(batch),
@@ -154,6 +160,7 @@ def report(world):
         "yielded": yielded,
         "balance": balance_stats(batch, world),
         "lacking": str(lacking.value),
+        "not_finite": str(not_finite.value),
         "some_lack_log_probs": make_batch(bare, world, mini_batch_size=2).rollout_log_probs,
         "uneven": [(rows.tolist(), vars(it)) for rows, it in micro_batch_rows(ragged_batch([10] * uneven), 10, world)],
     }
@@ -164,7 +171,7 @@ def run_rank(rank, size, folder):
     torch_dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
-    world = World(rank=rank, size=size, local_rank=rank, device=torch.device("cpu"))
+    world = World(rank=rank, size=size, device=torch.device("cpu"))
     torch.save(report(world), f"{folder}/{size}_{rank}.pt")
     torch_dist.destroy_process_group()
 
@@ -199,6 +206,12 @@ def test_a_reward_function_that_leaves_a_named_reward_out_ends_the_step_on_all_r
         assert "returns no number 'format'; --advantage.reward-keys; found 'nothing of that name'" in text
         assert "expected one of score, acc; change" in text
         assert {report["lacking"] for report in of_ranks} == {text}
+
+
+def test_log_probs_of_the_engine_that_are_no_numbers_end_the_step_on_all_ranks(reports):
+    for of_ranks in reports.values():
+        texts = {report["not_finite"] for report in of_ranks}
+        assert len(texts) == 1 and "the engine gave log-probs that are not finite; " in texts.pop()
 
 
 # ---- The partitioners ----

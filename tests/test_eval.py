@@ -251,6 +251,13 @@ def test_a_fingerprint_changes_with_any_weight(folder, tmp_path):
     before = find_model(str(folder / "model"), DATA, ROLLOUT, SINGLE).fingerprint
     copy = shutil.copytree(folder / "model", tmp_path / "model")
     assert find_model(str(copy), DATA, ROLLOUT, SINGLE).fingerprint == before
+    (copy / "parts").mkdir()
+    (copy / "model.safetensors").rename(copy / "parts" / "all.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(copy / "parts" / "all.safetensors"), "parts/all.safetensors")}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert find_model(str(copy), DATA, ROLLOUT, SINGLE).fingerprint != before  # the same weights in another file
+    (copy / "parts" / "all.safetensors").rename(copy / "model.safetensors")
+    (copy / "model.safetensors.index.json").unlink()
     data = bytearray((copy / "model.safetensors").read_bytes())
     data[-1000] ^= 1
     (copy / "model.safetensors").write_bytes(data)

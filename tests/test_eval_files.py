@@ -5,12 +5,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from eval import EvalScriptConfig
+from lib import eval_scores, launch
 from lib.config import parse_args
+from lib.data import DataConfig
 from lib.dist import SINGLE
 from lib.errors import UserError
 from lib.eval_files import EvalDataConfig, Group, Parts, check_output, parts_folder, read_input
 from lib.eval_model import find_model
+from lib.parquet import read_rows
 from lib.rollout import RolloutConfig
+from lib.scoring import RewardConfig
+from lib.train_config import TrainConfig
 from tests.tiny import make_questions
 
 DATA, ROLLOUT = EvalDataConfig(max_prompt_len=24), RolloutConfig(max_response_len=12)
@@ -98,6 +103,26 @@ def test_an_existing_output_is_refused_unless_unfinished_and_an_input_is_never_w
             find_model(name, DATA, ROLLOUT, SINGLE)
     with pytest.raises(UserError, match=r"expected NAME\.parquet"):
         check_output(str(tmp_path / "out.csv"), files, overwrite=False)
+
+
+def test_the_reward_is_tried_on_rows_that_are_used_and_on_no_others(tmp_path):
+    make_questions(tmp_path / "in.parquet", count=3, start=0)
+    table = pq.read_table(tmp_path / "in.parquet")
+    sources = pa.array(["arithmetic", "nobody/grades/this", "nor/this"])
+    place = table.column_names.index("data_source")
+    pq.write_table(table.set_column(place, "data_source", sources), tmp_path / "mixed.parquet")
+    rows, _ = read_rows((str(tmp_path / "mixed.parquet"),), "--data.files")
+    for limit in (1, None):
+        train = TrainConfig(data=DataConfig(train_max_samples=limit, val_max_samples=1))
+        for trial in (
+            lambda limit=limit: eval_scores.try_reward(RewardConfig(), EvalDataConfig(max_samples=limit), rows),
+            lambda train=train: launch.try_reward(train, rows, rows),
+        ):
+            if limit:
+                assert trial() == "reward: lib.rewards.arithmetic for arithmetic"
+            else:
+                with pytest.raises(UserError, match="nobody/grades/this"):
+                    trial()
 
 
 def test_columns_of_responses_are_asked_for_or_refused(tmp_path):

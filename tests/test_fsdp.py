@@ -39,7 +39,7 @@ def test_ranks_share_the_shards_and_resharding_leaves_two_layers_gathered():
     found, tokens = policy("1.7b"), dict(dtype=torch.bfloat16, max_tokens_per_gpu=0)
     parameters = sum(p.numel() for p in found.parameters())
     layers = sum(p.numel() for p in found.layers.parameters())
-    four = World(rank=0, size=4, local_rank=0, device=torch.device("cpu"))
+    four = World(rank=0, size=4, device=torch.device("cpu"))
     found.keeps_gathered = True
     assert update_bytes(found, four, **tokens) == 4 * parameters + 6 * parameters
     found.keeps_gathered = False

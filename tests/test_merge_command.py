@@ -170,6 +170,7 @@ def test_wrong_arguments_end_with_a_remedy(step, tmp_path, monkeypatch):
         f"use {actor};": ("--local-dir", step, "--target-dir", target),
         f"use {actor};;": ("--local-dir", actor / "model", "--target-dir", target),
         "expected GiB above 0": (*good, "--max-shard-gib", "0"),
+        "above 0, and finite": (*good, "--max-shard-gib", "inf"),
         "add --upload": (*good, "--private"),
         "nearest is float16": (*good, "--dtype", "float8"),
         "hf auth login": (*good, "--upload", "me/model"),

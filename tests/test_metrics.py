@@ -233,7 +233,8 @@ def test_constant_rewards_are_reported_after_three_steps_in_a_row_only():
     assert constant_reward_warning([1.0, 1.0]) is None
     assert constant_reward_warning([1.0, 1.0, 0.99]) is None
     assert "last 3 steps" in constant_reward_warning([0.2, 1.0, 1.0, 1.0])
-    assert constant_reward_warning([math.nan, 1.0, 1.0]) is not None  # no groups: no signal either
+    assert constant_reward_warning([math.nan] * 3) is None  # no group has ended yet
+    assert constant_reward_warning([1.0, math.nan, 1.0, 1.0]) is not None
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
@@ -293,7 +294,7 @@ def test_mfu_counts_three_forwards_for_an_update(monkeypatch):
     monkeypatch.setattr("lib.metrics.torch.cuda.get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr("lib.metrics.torch.cuda.max_memory_allocated", lambda device: 3 * 2**30)
     monkeypatch.setattr("lib.metrics.torch.cuda.max_memory_reserved", lambda device: 4 * 2**30)
-    world = type(SINGLE)(rank=0, size=1, local_rank=0, device=torch.device("cuda", 0))
+    world = type(SINGLE)(rank=0, size=1, device=torch.device("cuda", 0))
     timings = {"timing_s/step": 1.0, "timing_s/update_actor": 0.5, "timing_s/old_log_prob": 0.25}
     values = perf_metrics(BATCH, timings, world, model_config=QWEN3, update_epochs=2)
     forward = flops_forward(QWEN3, BATCH.total_lens.tolist(), BATCH.response_lens.tolist())
@@ -407,7 +408,7 @@ def test_every_metric_is_in_the_documentation(monkeypatch):
     monkeypatch.setattr("lib.metrics.torch.cuda.get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr("lib.metrics.torch.cuda.max_memory_allocated", lambda device: 1)
     monkeypatch.setattr("lib.metrics.torch.cuda.max_memory_reserved", lambda device: 1)
-    world = type(SINGLE)(rank=0, size=1, local_rank=0, device=torch.device("cuda", 0))
+    world = type(SINGLE)(rank=0, size=1, device=torch.device("cuda", 0))
     metrics = Metrics(SINGLE)
     batch = BATCH.with_(values=BATCH.advantages)
     data_metrics(batch, metrics, max_prompt_len=5)

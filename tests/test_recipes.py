@@ -49,7 +49,7 @@ def test_every_recipe_is_known_here():
 def test_a_recipe_passes_every_check_and_shows_its_help(name, capsys):
     config = load(name).config
     assert parse_args(config, []) == config
-    check_launch(config, World(rank=0, size=RANKS[name], local_rank=0, device=torch.device("cpu")))
+    check_launch(config, World(rank=0, size=RANKS[name], device=torch.device("cpu")))
     with pytest.raises(SystemExit) as end:
         parse_args(config, ["--help"])
     assert end.value.code == 0

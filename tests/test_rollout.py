@@ -114,7 +114,8 @@ def test_request_seeds_are_63_bits_and_differ_by_each_ingredient():
 @pytest.mark.parametrize(
     "setting",
     [{"n": 0}, {"temperature": 0.001}, {"temperature": float("nan")}, {"top_p": 1.1}, {"top_k": -1},
-     {"gpu_memory_utilization": 1.0}, {"max_response_len": 0}, {"max_num_seqs": 64, "max_num_batched_tokens": 32}],
+     {"gpu_memory_utilization": 1.0}, {"max_response_len": 0}, {"max_num_seqs": 4096, "max_num_batched_tokens": 2048},
+     {"max_num_batched_tokens": 2047}, {"max_cudagraph_capture_size": 0}],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(setting):
     with pytest.raises(UserError, match="--rollout." + next(reversed(setting)).replace("_", "-")):

@@ -193,7 +193,7 @@ def run_rank(rank, size, folder):
     torch_dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
-    world = World(rank=rank, size=size, local_rank=rank, device=torch.device("cpu"))
+    world = World(rank=rank, size=size, device=torch.device("cpu"))
     part = share(rank)
     results = [vars(loss.prepare(part, world)) for loss in LOSSES]
     torch.save(results, f"{folder}/{rank}.pt")
