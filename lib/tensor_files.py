@@ -80,14 +80,14 @@ class HostCopy:
         self._memory: HostMemory | None = None
 
     def prepare(self, like: Sequence[Tensor]) -> None:
-        """Takes memory for tensors like these, unless it is there."""
+        """Takes memory for tensors like these, unless it is there. Raises MemoryError."""
         shapes = [tensor.shape for tensor in like]  # all are float32
         if self._memory is None or [tensor.shape for tensor in self._memory.tensors] != shapes:
             self._memory = None  # given back first
             self._memory = HostMemory(like)
 
     def take(self, pieces: Mapping[str, Pieces]) -> dict[str, Pieces]:
-        """The pieces as they are now, which training does not touch: valid until the next call."""
+        """The pieces as they are now, which training does not touch: valid until the next call. Raises MemoryError."""
         self.prepare(locals_of(pieces))
         places = iter(self._memory.tensors)
         copies = {
