@@ -6,6 +6,7 @@ anywhere. The files are written here, not by torch's writer, which copies a rank
 exchanges pickled plans: this one streams, holds no collective, and so may run in a thread.
 """
 
+import hashlib
 import json
 import math
 import warnings
@@ -112,7 +113,9 @@ def write_pieces(path: Path, pieces: Pieces) -> FileEntry:
     tensors = {name: (local.dtype, tuple(local.shape)) for name, (local, _) in pieces.items()}
     sharding = {name: {"saved_offsets": offsets} for name, (_, offsets) in pieces.items()}
     about = {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0"}
-    return write_safetensors(path, tensors, (local for local, _ in pieces.values()), about)
+    digest = hashlib.sha256()
+    size = write_safetensors(path, tensors, (local for local, _ in pieces.values()), about, update=digest.update)
+    return FileEntry(size, digest.hexdigest())
 
 
 def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
