@@ -23,6 +23,7 @@ from lib.data import DataConfig
 from lib.dist import World
 from lib.errors import UserError, check_fields
 from lib.parquet import Rows, read_rows, resolve_file
+from lib.run_folder import open_log
 from lib.schema import kind_of, short
 from lib.types import Score
 
@@ -156,7 +157,7 @@ class Parts:
     """
 
     def __init__(self, folder: Path, state: Mapping[str, Any], world: World, *, overwrite: bool) -> None:
-        """Takes the folder. `groups` are those that an earlier launch finished, by uid.
+        """Takes the folder. `groups` are those that an earlier launch finished, by uid; `log` is this rank's.
 
         `state`: what defines the responses. Raises UserError when the folder belongs to another evaluation (unless
         `overwrite`, which starts afresh), is being written by another process, or cannot be written.
@@ -178,6 +179,7 @@ class Parts:
                     f"{self.world.rank}, expected rank 0's files; put --output on a disk that all nodes share"
                 )
             file = _locked(self.folder / f"rank_{self.world.rank}.jsonl")
+            self.log = open_log(self.folder / "logs" / f"rank_{self.world.rank}.log")
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
             if file.read(1) not in (b"", b"\n"):
@@ -372,6 +374,7 @@ def write_atomically(path: Path, data: Any) -> None:
 def cannot_write(path: Path, error: OSError) -> UserError:
     """The error for people of a write that failed."""
     return UserError(
-        f"cannot write the evaluation; {path}; {error.strerror or error}; expected a folder that can be written; free "
-        "space or mend the permissions, and start again: finished responses are kept"
+        f"cannot write the evaluation; {error.filename or path}; {error.strerror or error}; expected a folder that can "
+        "be written; free space or mend the permissions, and start again: finished responses are kept; or choose "
+        "another --output"
     )

@@ -127,7 +127,7 @@ class Run:
         self.run_id: str = self._on_rank_0(lambda: read_status(self.dir).get("run_id") or secrets.token_hex(4))
         """Of the run, however often it is continued."""
         self.log_file = self.dir / "logs" / f"rank_{world.rank}.log"
-        self._log = world.agree(lambda: open_log(self.log_file))
+        self._log = world.agree(lambda: _telling(lambda: open_log(self.log_file)))
         self._wandb = None
         self.terminal = Terminal(world, self._log)
         try:
@@ -189,10 +189,7 @@ class Run:
         """Raises NoSpace unless all that was logged is in the files: without it there may be no checkpoint, since the
         run that goes on from there would never write it. Executed by rank 0."""
         if self._is_full:
-            try:
-                self._write()
-            except OSError as error:
-                raise UserError(cannot_write(error)) from None
+            _telling(self._write)
         if self._is_full:
             raise NoSpace(
                 f"no space for what was logged; {self.dir}; found it waiting in memory from step "
@@ -357,14 +354,15 @@ class Run:
 
 def _on_rank_0(world: World, action: Callable[[], Any]) -> Any:
     """`World.on_rank_0`, with an OSError as UserError."""
+    return world.on_rank_0(lambda: _telling(action))
 
-    def act() -> Any:
-        try:
-            return action()
-        except OSError as error:
-            raise UserError(cannot_write(error)) from None
 
-    return world.on_rank_0(act)
+def _telling(action: Callable[[], Any]) -> Any:
+    """The action's result, with an OSError as UserError."""
+    try:
+        return action()
+    except OSError as error:
+        raise UserError(cannot_write(error)) from None
 
 
 # ---- The folder ----
