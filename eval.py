@@ -27,6 +27,7 @@ from lib.eval_files import (
     Parts,
     check_output,
     groups_of,
+    only_writer,
     parts_folder,
     read_input,
     write_atomically,
@@ -121,11 +122,15 @@ def evaluate(cfg: EvalScriptConfig) -> None:
         samples, kept = prompts.all_samples(), prompts.kept
         dtype = str(cfg.model.compute_dtype(world)).removeprefix("torch.")
         state = what_defines_responses(cfg.rollout, model, prompts, stop_ids, dtype=dtype, seed=cfg.seed)
-        parts = Parts(parts_folder(output), state, world, overwrite=cfg.overwrite)
-        groups, logs, log = parts.groups, parts.folder / "logs", parts.log
-        notes += [*model.warnings, *prompts.warnings, f"{len(groups)} of {len(samples)} prompts are finished already"]
 
     with ExitStack() as stack:
+        world.agree(lambda: stack.enter_context(only_writer(output)) if world.rank == 0 else None)
+        world.agree(lambda: check_output(cfg.output, cfg.data.files, overwrite=cfg.overwrite))  # nobody writes it now
+        if not cfg.score_only:
+            parts = Parts(parts_folder(output), state, world, overwrite=cfg.overwrite)
+            groups, logs, log = parts.groups, parts.folder / "logs", parts.log
+            notes += [*model.warnings, *prompts.warnings]
+            notes += [f"{len(groups)} of {len(samples)} prompts are finished already"]
         terminal = stack.enter_context(Terminal(world, log))
         scorer = None
         if not cfg.generate_only:

@@ -4,6 +4,7 @@
     OUT.parquet.parts/state.json          what defines the responses: another evaluation does not continue this one
     OUT.parquet.parts/rank_R.jsonl        a line a group, written when its last response ends, behind its own checksum
     OUT.parquet.parts/logs/               what the libraries and the reward function said
+    .OUT.parquet.lock                     locked and there as long as an evaluation writes these
 
 A line counts when it is whole, so nothing that was generated is lost or generated again, whenever the run is killed.
 The parts are deleted once the output is written. Nothing here writes to an input file.
@@ -13,7 +14,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -272,12 +274,16 @@ def _locked(path: Path) -> Any:
     file = path.open("a+b", buffering=0)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file.fileno()).st_nlink == 0:  # its evaluation has just ended, and deleted it
+            raise BlockingIOError
     except BlockingIOError:
         file.close()
         raise UserError(
             f"another evaluation writes here; {path.parent}; found a lock on {path.name}, expected none; wait for it "
             "or end it, or choose another --output"
         ) from None
+    except OSError:
+        pass  # a file system without locks
     return file
 
 
@@ -319,6 +325,25 @@ def check_output(output: str, files: Sequence[str], *, overwrite: bool) -> Path:
             "name, or add --overwrite"
         )
     return path
+
+
+@contextmanager
+def only_writer(output: Path) -> Iterator[None]:
+    """Keeps other evaluations away from the output until the body ends, or the process. Executed by rank 0.
+
+    Raises UserError when another one is there, or when nothing can be written there.
+    """
+    path = output.with_name(f".{output.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _locked(path)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked: another one may have the next file of this name
+        file.close()
 
 
 def parts_folder(output: Path) -> Path:
