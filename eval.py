@@ -27,6 +27,7 @@ from lib.eval_files import (
     Parts,
     check_output,
     groups_of,
+    only_writer,
     parts_folder,
     read_input,
     write_atomically,
@@ -39,7 +40,6 @@ from lib.evaluate import decode
 from lib.launch import check_same_config, check_same_prompts, check_tensor_parallel
 from lib.model import ModelConfig
 from lib.rollout import RolloutConfig, RolloutEngine, training_sampling
-from lib.run_folder import open_log
 from lib.scoring import RewardConfig, Scorer
 from lib.terminal import Terminal
 from lib.types import Sample
@@ -113,7 +113,7 @@ def evaluate(cfg: EvalScriptConfig) -> None:
     if cfg.score_only:
         groups, kept = groups_of(table), range(len(table))
         samples = [rows.sample(row, uid=row) for row in kept]
-        state, logs = {}, None
+        state, logs, log = {}, None, None
     else:
         world.agree(lambda: check_tensor_parallel(cfg.rollout, world))
         model = find_model(cfg.model.path, cfg.data, cfg.rollout, world)
@@ -122,12 +122,15 @@ def evaluate(cfg: EvalScriptConfig) -> None:
         samples, kept = prompts.all_samples(), prompts.kept
         dtype = str(cfg.model.compute_dtype(world)).removeprefix("torch.")
         state = what_defines_responses(cfg.rollout, model, prompts, stop_ids, dtype=dtype, seed=cfg.seed)
-        parts = Parts(parts_folder(output), state, world, overwrite=cfg.overwrite)
-        groups, logs = parts.groups, parts.folder / "logs"
-        notes += [*model.warnings, *prompts.warnings, f"{len(groups)} of {len(samples)} prompts are finished already"]
 
     with ExitStack() as stack:
-        log = logs and world.agree(lambda: open_log(logs / f"rank_{world.rank}.log"))
+        world.agree(lambda: stack.enter_context(only_writer(output)) if world.rank == 0 else None)
+        world.agree(lambda: check_output(cfg.output, cfg.data.files, overwrite=cfg.overwrite))  # nobody writes it now
+        if not cfg.score_only:
+            parts = Parts(parts_folder(output), state, world, overwrite=cfg.overwrite)
+            groups, logs, log = parts.groups, parts.folder / "logs", parts.log
+            notes += [*model.warnings, *prompts.warnings]
+            notes += [f"{len(groups)} of {len(samples)} prompts are finished already"]
         terminal = stack.enter_context(Terminal(world, log))
         scorer = None
         if not cfg.generate_only:

@@ -86,7 +86,8 @@ class CheckpointConfig:
     keep_optimizer: int | None = None
     """Newest checkpoints that keep the optimizer's state, at least 1: older ones cannot be continued; None: all."""
     async_save: bool = False
-    """Go on training while files are written, from a copy of weights and optimizer in host memory, kept for good."""
+    """Go on training while files are written, from a copy of weights and optimizer in host memory, kept for good; where
+    a rank gets no memory for its copy, training waits for every save."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -181,7 +182,7 @@ class Checkpointer:
         # A new thread's GPU is the first one, whichever is this rank's.
         to_gpu = (torch.cuda.set_device, (world.device,)) if world.device.type == "cuda" else (None, ())
         self._writer = ThreadPoolExecutor(1, "checkpoint", *to_gpu)
-        self._copy = HostCopy()
+        self._copy = HostCopy() if cfg.async_save else None  # None: training waits for saves
         self._prepared: Future[None] | None = None  # its memory
 
     def __enter__(self) -> "Checkpointer":
@@ -207,7 +208,7 @@ class Checkpointer:
             states = self.world.gather((files.done(), files.done() and files.exception() is not None))
             if all(done for done, _ in states) or any(failed for _, failed in states):
                 self.wait()
-        if self.cfg.async_save and self._prepared is None:  # while the next step trains; now the moments exist
+        if self._copy is not None and self._prepared is None:  # while the next step trains; now the moments exist
             like = [torch.empty_like(local, device="meta") for local in locals_of(self._pieces()[0])]
             self._prepared = self._writer.submit(self._copy.prepare, like)
         if step == self.num_steps:
@@ -235,14 +236,12 @@ class Checkpointer:
             self._warn(self._step, str(error))
             return
         trainer = self._trainer()
-        if self.cfg.async_save:
-            if self._prepared is not None:
-                self._prepared.result()
+        if self._copy is not None and self._has_memory(pieces):
             pieces = self._copy.take(pieces)
         files = self._writer.submit(self._write, staging, pieces, trainer)
         blocked_s = time.monotonic() - start
         self._saving = _Save(self._step, self._metrics, staging, inventory, size, start, blocked_s, files)
-        if not self.cfg.async_save:
+        if self._copy is None:
             self.wait()
 
     def wait(self) -> None:
@@ -266,7 +265,7 @@ class Checkpointer:
         self.run.resumable = True
         now = time.monotonic()
         self.longest_save_s = max(self.longest_save_s, now - saving.start)
-        waited = f" (training waited {saving.blocked_s + now - entered:.1f} s)" if self.cfg.async_save else ""
+        waited = f" (training waited {saving.blocked_s + now - entered:.1f} s)" if self._copy is not None else ""
         name = checkpoint_path(self.run.dir, saving.step).name
         self.run.say(f"checkpoint {name}: {saving.size / 1e6:,.1f} MB, {now - saving.start:.1f} s{waited}")
         for note in notes:
@@ -292,6 +291,24 @@ class Checkpointer:
                 pieces[f"{role}/{kind}"] = own_pieces(tensors, self.world)
                 inventory[f"{role}/{kind}"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
         return pieces, {"run_id": self.run.run_id, "world_size": self.world.size, "tensors": inventory}
+
+    def _has_memory(self, pieces: Mapping[str, Pieces]) -> bool:
+        """Whether all ranks have memory for a copy; where one has not, none keeps a copy any more."""
+        problem = None
+        try:
+            if self._prepared is not None:
+                self._prepared.result()
+            self._copy.prepare(locals_of(pieces))
+        except MemoryError as error:
+            problem = str(error)
+        problems = [f"{text} (on rank {rank})" for rank, text in enumerate(self.world.gather(problem)) if text]
+        if problems:
+            self._copy = None
+            self.run.say(
+                f"warning: training waits for checkpoints from here on; --checkpoint.async-save; found {problems[0]}, "
+                "expected a copy of weights and optimizer there; free some memory, or leave the option out"
+            )
+        return not problems
 
     def _trainer(self) -> dict[str, Any]:
         """trainer.json; every rank's left-over rollouts are in it."""

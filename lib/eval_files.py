@@ -4,6 +4,7 @@
     OUT.parquet.parts/state.json          what defines the responses: another evaluation does not continue this one
     OUT.parquet.parts/rank_R.jsonl        a line a group, written when its last response ends, behind its own checksum
     OUT.parquet.parts/logs/               what the libraries and the reward function said
+    .OUT.parquet.lock                     locked and there as long as an evaluation writes these
 
 A line counts when it is whole, so nothing that was generated is lost or generated again, whenever the run is killed.
 The parts are deleted once the output is written. Nothing here writes to an input file.
@@ -13,7 +14,8 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +25,7 @@ from lib.data import DataConfig
 from lib.dist import World
 from lib.errors import UserError, check_fields
 from lib.parquet import Rows, read_rows, resolve_file
+from lib.run_folder import open_log
 from lib.schema import kind_of, short
 from lib.types import Score
 
@@ -156,7 +159,7 @@ class Parts:
     """
 
     def __init__(self, folder: Path, state: Mapping[str, Any], world: World, *, overwrite: bool) -> None:
-        """Takes the folder. `groups` are those that an earlier launch finished, by uid.
+        """Takes the folder. `groups` are those that an earlier launch finished, by uid; `log` is this rank's.
 
         `state`: what defines the responses. Raises UserError when the folder belongs to another evaluation (unless
         `overwrite`, which starts afresh), is being written by another process, or cannot be written.
@@ -178,6 +181,7 @@ class Parts:
                     f"{self.world.rank}, expected rank 0's files; put --output on a disk that all nodes share"
                 )
             file = _locked(self.folder / f"rank_{self.world.rank}.jsonl")
+            self.log = open_log(self.folder / "logs" / f"rank_{self.world.rank}.log")
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
             if file.read(1) not in (b"", b"\n"):
@@ -270,12 +274,16 @@ def _locked(path: Path) -> Any:
     file = path.open("a+b", buffering=0)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file.fileno()).st_nlink == 0:  # its evaluation has just ended, and deleted it
+            raise BlockingIOError
     except BlockingIOError:
         file.close()
         raise UserError(
             f"another evaluation writes here; {path.parent}; found a lock on {path.name}, expected none; wait for it "
             "or end it, or choose another --output"
         ) from None
+    except OSError:
+        pass  # a file system without locks
     return file
 
 
@@ -317,6 +325,25 @@ def check_output(output: str, files: Sequence[str], *, overwrite: bool) -> Path:
             "name, or add --overwrite"
         )
     return path
+
+
+@contextmanager
+def only_writer(output: Path) -> Iterator[None]:
+    """Keeps other evaluations away from the output until the body ends, or the process. Executed by rank 0.
+
+    Raises UserError when another one is there, or when nothing can be written there.
+    """
+    path = output.with_name(f".{output.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = _locked(path)
+    except OSError as error:
+        raise cannot_write(path, error) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked: another one may have the next file of this name
+        file.close()
 
 
 def parts_folder(output: Path) -> Path:
@@ -372,6 +399,7 @@ def write_atomically(path: Path, data: Any) -> None:
 def cannot_write(path: Path, error: OSError) -> UserError:
     """The error for people of a write that failed."""
     return UserError(
-        f"cannot write the evaluation; {path}; {error.strerror or error}; expected a folder that can be written; free "
-        "space or mend the permissions, and start again: finished responses are kept"
+        f"cannot write the evaluation; {error.filename or path}; {error.strerror or error}; expected a folder that can "
+        "be written; free space or mend the permissions, and start again: finished responses are kept; or choose "
+        "another --output"
     )

@@ -23,13 +23,16 @@ class HostMemory:
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
-        """Seconds for some ten GB."""
+        """Seconds for some ten GB. Raises MemoryError."""
         starts, end = [], 0
         for tensor in like:
             starts.append(end)
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         self.num_bytes = -(-end // PAGE) * PAGE
-        block = torch.zeros(self.num_bytes + PAGE, dtype=torch.uint8)
+        try:
+            block = torch.zeros(self.num_bytes + PAGE, dtype=torch.uint8)
+        except RuntimeError as error:  # torch has no class of its own for it
+            raise MemoryError(f"{self.num_bytes / 1e9:,.1f} GB of host memory refused") from error
         block = block[-block.data_ptr() % PAGE :][: self.num_bytes]
         self.is_locked = False
         if end and torch.cuda.is_initialized():

@@ -160,11 +160,9 @@ def open_lossy(file: Path | int, mode: str, *, encoding: str, errors: str) -> Te
 
 
 def open_log(path: Path) -> TextIO:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # another node may not share rank 0's disk
-        return open_lossy(path, "a", encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise UserError(cannot_write(error)) from None
+    """Raises OSError: whose log it is, the caller knows."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # another node may not share rank 0's disk
+    return open_lossy(path, "a", encoding="utf-8", errors="backslashreplace")
 
 
 def cannot_write(error: OSError) -> str:

@@ -6,6 +6,7 @@ anywhere. The files are written here, not by torch's writer, which copies a rank
 exchanges pickled plans: this one streams, holds no collective, and so may run in a thread.
 """
 
+import hashlib
 import json
 import math
 import warnings
@@ -80,14 +81,14 @@ class HostCopy:
         self._memory: HostMemory | None = None
 
     def prepare(self, like: Sequence[Tensor]) -> None:
-        """Takes memory for tensors like these, unless it is there."""
+        """Takes memory for tensors like these, unless it is there. Raises MemoryError."""
         shapes = [tensor.shape for tensor in like]  # all are float32
         if self._memory is None or [tensor.shape for tensor in self._memory.tensors] != shapes:
             self._memory = None  # given back first
             self._memory = HostMemory(like)
 
     def take(self, pieces: Mapping[str, Pieces]) -> dict[str, Pieces]:
-        """The pieces as they are now, which training does not touch: valid until the next call."""
+        """The pieces as they are now, which training does not touch: valid until the next call. Raises MemoryError."""
         self.prepare(locals_of(pieces))
         places = iter(self._memory.tensors)
         copies = {
@@ -112,7 +113,9 @@ def write_pieces(path: Path, pieces: Pieces) -> FileEntry:
     tensors = {name: (local.dtype, tuple(local.shape)) for name, (local, _) in pieces.items()}
     sharding = {name: {"saved_offsets": offsets} for name, (_, offsets) in pieces.items()}
     about = {"DCP_SHARDING_INFO": json.dumps(sharding), "DCP_VERSION": "1.0"}
-    return write_safetensors(path, tensors, (local for local, _ in pieces.values()), about)
+    digest = hashlib.sha256()
+    size = write_safetensors(path, tensors, (local for local, _ in pieces.values()), about, update=digest.update)
+    return FileEntry(size, digest.hexdigest())
 
 
 def _like(tensor: Tensor, parameter: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ the strings "NaN", "Infinity" and "-Infinity", which `float` reads. Values of en
 secrets are blanked in everything this file writes; what libraries print goes to the logs as it is.
 
 A full disk does not end a run: metrics, samples and TensorBoard's events wait in memory, in order, until there is room;
-lines of the logs are lost.
+lines of the logs are lost. How a run ended is in status.json all the same: a hidden file keeps room for that.
 """
 
 import importlib.util
@@ -55,6 +55,9 @@ from lib.run_folder import (
     to_lines,
 )
 from lib.terminal import Terminal
+
+ROOM = ".room"
+ROOM_BYTES = 2**14  # of a last status, whose error may be long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +127,7 @@ class Run:
         self.run_id: str = self._on_rank_0(lambda: read_status(self.dir).get("run_id") or secrets.token_hex(4))
         """Of the run, however often it is continued."""
         self.log_file = self.dir / "logs" / f"rank_{world.rank}.log"
-        self._log = world.agree(lambda: open_log(self.log_file))
+        self._log = world.agree(lambda: _telling(lambda: open_log(self.log_file)))
         self._wandb = None
         self.terminal = Terminal(world, self._log)
         try:
@@ -155,6 +158,8 @@ class Run:
         """Gives file descriptors 1 and 2 and Python's streams back to the terminal; `say` goes on working."""
         self.terminal.restore()
         if self._lock is not None:
+            with suppress(OSError):
+                (self.dir / ROOM).unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
 
@@ -184,10 +189,7 @@ class Run:
         """Raises NoSpace unless all that was logged is in the files: without it there may be no checkpoint, since the
         run that goes on from there would never write it. Executed by rank 0."""
         if self._is_full:
-            try:
-                self._write()
-            except OSError as error:
-                raise UserError(cannot_write(error)) from None
+            _telling(self._write)
         if self._is_full:
             raise NoSpace(
                 f"no space for what was logged; {self.dir}; found it waiting in memory from step "
@@ -224,6 +226,8 @@ class Run:
                 self._append_waiting()
             with suppress(OSError):
                 if json.loads((self.dir / "status.json").read_text(encoding="utf-8"))["state"] == "running":
+                    with suppress(OSError):  # a rank that fails at the same moment may have taken it
+                        os.replace(self.dir / ROOM, self._new_status)
                     self._write_status(error=line)  # once a rank has failed, others only lose their peer
                 self._close()
             if self._waiting:
@@ -241,6 +245,7 @@ class Run:
 
     def _start(self, config: Mapping[str, Any], last_row: int | None) -> None:
         self._write_status()  # first, since a folder without it is nobody's run
+        (self.dir / ROOM).write_bytes(bytes(ROOM_BYTES))
         for name in ("samples", "tensorboard"):
             (self.dir / name).mkdir(exist_ok=True)
         (self.dir / "config.json").write_text(to_json(config, indent=2) + "\n", encoding="utf-8")
@@ -318,19 +323,25 @@ class Run:
         self.say(f"run folder: {self.dir}\nlearning curve: {self.dir / 'learning_curve.png'}")
 
     def _write_status(self, *, state: str | None = None, error: str | None = None) -> None:
-        """Replaces status.json in one move: a reader sees the old one or the new one, never half of it."""
+        """Replaces status.json in one move: a reader sees the old one or the new one, never half of it. The new one's
+        file may be there already, with room for it."""
         status = {"state": state or self.state, "step": self.step, "resumable": self.resumable, "error": error}
         status |= {"run_id": self.run_id, "launch_id": launch_id()}
-        path, temporary = self.dir / "status.json", self.dir / f".status.json.{self.world.rank}"
         try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(to_json(status) + "\n")
+            self._new_status.touch()
+            with open(self._new_status, "r+b") as file:
+                file.write((to_json(status) + "\n").encode(errors="backslashreplace"))
+                file.truncate()
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+            os.replace(self._new_status, self.dir / "status.json")
         except OSError:
-            temporary.unlink(missing_ok=True)
+            self._new_status.unlink(missing_ok=True)
             raise
+
+    @property
+    def _new_status(self) -> Path:
+        return self.dir / f".status.json.{self.world.rank}"
 
     def _close(self) -> None:
         if self._wandb is not None:
@@ -343,14 +354,15 @@ class Run:
 
 def _on_rank_0(world: World, action: Callable[[], Any]) -> Any:
     """`World.on_rank_0`, with an OSError as UserError."""
+    return world.on_rank_0(lambda: _telling(action))
 
-    def act() -> Any:
-        try:
-            return action()
-        except OSError as error:
-            raise UserError(cannot_write(error)) from None
 
-    return world.on_rank_0(act)
+def _telling(action: Callable[[], Any]) -> Any:
+    """The action's result, with an OSError as UserError."""
+    try:
+        return action()
+    except OSError as error:
+        raise UserError(cannot_write(error)) from None
 
 
 # ---- The folder ----

@@ -4,7 +4,6 @@ Reads what `torch.distributed.checkpoint` writes with its safetensors storage: o
 DCP_SHARDING_INFO says at which offsets of the whole tensor a piece belongs.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.checkpoint_files import FileEntry
 from lib.errors import DamagedCheckpoint, UserError
 from lib.weight_files import DOWNLOAD_AGAIN, Shape, iter_weight_files
 
@@ -210,11 +208,12 @@ def _read_tensor(file: Path, name: str) -> Tensor:
 
 
 def write_safetensors(
-    file: Path, tensors: Mapping[str, tuple[torch.dtype, Shape]], numbers: Iterable[Tensor], about: Mapping[str, str]
-) -> FileEntry:
+    file: Path, tensors: Mapping[str, tuple[torch.dtype, Shape]], numbers: Iterable[Tensor], about: Mapping[str, str],
+    *, update: Callable[[Any], None] = lambda part: None,
+) -> int:  # fmt: skip
     """8 bytes of little-endian header length, a JSON header, then `numbers`, one tensor for each of `tensors`, written
-    as they come and brought to the disk: the format's own library would want all of them in memory. Gives size and hash
-    of what was to be written; another thread hashes meanwhile. Raises OSError."""
+    as they come and brought to the disk: the format's own library would want all of them in memory. Gives the size of
+    what was to be written; a hash's `update` gets all of it meanwhile, in another thread. Raises OSError."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -223,11 +222,10 @@ def write_safetensors(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
 
-    digest, size = hashlib.sha256(), len(text) + 8 + end
     with open(file, "xb") as stream, ThreadPoolExecutor(1) as hasher:
 
         def write(part: Any) -> None:
-            hashed = hasher.submit(digest.update, part)
+            hashed = hasher.submit(update, part)
             stream.write(part)
             hashed.result()
 
@@ -237,4 +235,4 @@ def write_safetensors(
                 write(part.cpu().numpy())
         stream.flush()
         os.fsync(stream.fileno())
-    return FileEntry(size, digest.hexdigest())
+    return len(text) + 8 + end

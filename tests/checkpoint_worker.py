@@ -4,13 +4,14 @@
 
 trains as `train_grpo.py OPTION...` would, on responses that are functions of their prompt's uid, and writes OUT on rank
 0: {"uids": by step, "losses": by step, "weights": ...}. With `full=STEP:RANK` that rank may write no large file at that
-step's save, as on a full disk.
+step's save, as on a full disk; with `poor=RANK` that one gets no large block of memory for asynchronous saves.
 """
 
 import resource
 import sys
 import threading
 from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -79,8 +80,19 @@ def next_groups(collector, prompts, cfg, world):
     return kept
 
 
-def train(cfg, world, *, full=None, validate=lambda step: {}, before_save=lambda step: None):
-    """{"uids", "losses", "weights"} of the steps that were trained here; `full` is (step, rank)."""
+def end_step_without_memory(checkpointer, step, values):
+    """`end_step`, in which this process gets 32 MiB more and no larger block, as under `ulimit -v`."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**25, limit[1]))
+    is_due = checkpointer.end_step(step, values)
+    checkpointer._prepared.exception()  # the limit is the whole process's
+    resource.setrlimit(resource.RLIMIT_AS, limit)
+    return is_due
+
+
+def train(cfg, world, *, full=None, poor=None, validate=lambda step: {}, before_save=lambda step: None):
+    """{"uids", "losses", "weights"} of the steps that were trained here; `full` is (step, rank), `poor` a rank."""
     files = check_model_files(cfg.model.path, max_prompt_len=16, max_response_len=16)
     prompts = PromptStream(make_prompts(), seed=cfg.seed)
     resume = find_resume(cfg, world)
@@ -128,12 +140,13 @@ def train(cfg, world, *, full=None, validate=lambda step: {}, before_save=lambda
             values = {"x": found["losses"][step], **validate(step)}
             run.log(step, values)
             before_save(step)
-            if checkpointer.end_step(step, values):
+            is_poor = poor == world.rank and step == 1
+            if end_step_without_memory(checkpointer, step, values) if is_poor else checkpointer.end_step(step, values):
                 limit = resource.getrlimit(resource.RLIMIT_FSIZE)
                 if full == (step, world.rank):
                     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
                 gate.clear()
-                if cfg.checkpoint.async_save and not full and step < cfg.num_steps:
+                if cfg.checkpoint.async_save and not full and poor is None and step < cfg.num_steps:
                     checkpointer._writer.submit(gate.wait)  # so that nothing is written before the next update
                 checkpointer.save()
                 if cfg.checkpoint.async_save and full == (step, world.rank):
@@ -158,10 +171,11 @@ def config(path, *words):
 
 def main(path, out, *words):
     full = next((tuple(map(int, word[5:].split(":"))) for word in words if word.startswith("full=")), None)
+    poor = next((int(word[5:]) for word in words if word.startswith("poor=")), None)
     with reporting_errors():
-        cfg = config(path, *(word for word in words if not word.startswith("full=")))
+        cfg = config(path, *(word for word in words if not word.startswith(("full=", "poor="))))
         world = init_distributed()
-        found = train(cfg, world, full=full)
+        found = train(cfg, world, full=full, poor=poor)
         if world.rank == 0:
             torch.save(found, out)
         shutdown_distributed()

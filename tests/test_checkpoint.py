@@ -218,3 +218,14 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(start, straight,
             folders = (run / f"global_step_{step}" / name for run in (tmp_path / "run", straight[0]))
             [ours], [expected] = (folder.iterdir() for folder in folders)
             assert ours.read_bytes() == expected.read_bytes(), (step, name)
+
+
+def test_a_rank_without_memory_for_a_copy_makes_all_wait_for_saves_and_ends_no_run(tmp_path):
+    model, run = make_model(tmp_path / "model", intermediate_size=30_000), tmp_path / "run"  # 70 MB a rank
+    make_tokenizer(model)
+    words = ("--run-dir", run, "--num-steps", 4, *KEEP_ALL, "--checkpoint.async-save", "True", "poor=1")
+    done = torchrun(2, "-m", "tests.checkpoint_worker", *map(str, (model, tmp_path / "out.pt", *words)))
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.count("warning: training waits for checkpoints from here on; --checkpoint.async-save; ") == 1
+    assert "GB of host memory refused (on rank 1)" in done.stdout and "(training waited" not in done.stdout
+    assert steps(run) == [2, 4] and read_status(run)["state"] == "finished"

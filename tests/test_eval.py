@@ -232,6 +232,19 @@ def test_killed_at_any_moment_and_started_again_equals_undisturbed_and_generates
     assert outputs(folder, output) == outputs(folder, f"whole_{num_ranks}.parquet")
 
 
+def test_a_log_that_cannot_be_written_is_told_with_the_options_of_an_evaluation(folder):
+    parts = parts_folder(folder / "log.parquet")
+    command = words(folder, "log.parquet", "--generate-only")
+    killed_after([sys.executable, *command], parts, num_groups=0, delay_s=0.5)
+    log = parts / "logs" / "rank_0.log"
+    log.unlink(missing_ok=True)
+    log.mkdir()
+    done = start(*command)
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert done.returncode == 2 and f"cannot write the evaluation; {log}; Is a directory" in line
+    assert "choose another --output" in line and "--run-dir" not in line
+
+
 # ---- The model ----
 
 

@@ -1,5 +1,10 @@
 """The files of an evaluation: the parts that a killed one left, the output's place, the columns of responses."""
 
+import json
+import subprocess
+import sys
+import time
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,6 +21,7 @@ from lib.parquet import read_rows
 from lib.rollout import RolloutConfig
 from lib.scoring import RewardConfig
 from lib.train_config import TrainConfig
+from tests.ranks import ROOT
 from tests.tiny import make_questions
 
 DATA, ROLLOUT = EvalDataConfig(max_prompt_len=24), RolloutConfig(max_response_len=12)
@@ -146,3 +152,92 @@ def test_columns_of_responses_are_asked_for_or_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             read(column, with_responses=with_responses)
+
+
+# ---- Two evaluations of one output ----
+
+
+REWARD = """
+from pathlib import Path
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if (solution_str == "response") == {waits_at_work}:  # else while it is only tried
+        Path({here!r}).touch()
+        while not Path({go!r}).exists():
+            time.sleep(0.01)
+    return {score}
+"""
+
+
+class Scoring:
+    """An `eval.py --score-only` that waits, with the reward function at work or only tried, until `go` is called."""
+
+    def __init__(self, folder, name, *, score, waits_at_work):
+        self.here, self._go = folder / f"{name}.here", folder / f"{name}.go"
+        make_questions(folder / "in.parquet", count=2, start=0)
+        table = pq.read_table(folder / "in.parquet").append_column("responses", pa.array([["response"]] * 2))
+        pq.write_table(table, folder / "in.parquet")
+        reward = REWARD.format(here=str(self.here), go=str(self._go), score=score, waits_at_work=waits_at_work)
+        (folder / f"{name}.py").write_text(reward)
+        self.words = [
+            sys.executable, "eval.py", "--score-only", "--data.files", str(folder / "in.parquet"),
+            "--output", str(folder / "out" / "out.parquet"), "--reward.path", str(folder / f"{name}.py"),
+            "--reward.timeout-s", "200", "--reward.num-workers", "1",
+        ]  # fmt: skip
+        self.process = subprocess.Popen(self.words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+    def until_it_waits(self):
+        deadline = time.monotonic() + 100
+        while not self.here.exists():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.process.stderr.read()
+            time.sleep(0.01)
+        return self
+
+    def go(self):
+        """Lets it end: its exit code and its error."""
+        self._go.touch()
+        error = self.process.communicate(timeout=100)[1]
+        return self.process.returncode, error
+
+
+def written(folder):
+    """The one score in the files of the output, beside which nothing may be left."""
+    assert {path.name for path in (folder / "out").iterdir()} == {"out.parquet", "out.json", "out.html"}
+    mean = json.loads((folder / "out" / "out.json").read_text())["summary"]["overall"]["score_mean"]
+    assert pq.read_table(folder / "out" / "out.parquet")["scores"].to_pylist() == [[mean]] * 2
+    return mean
+
+
+def test_an_output_that_is_being_written_is_refused_until_its_evaluation_has_ended_or_is_killed(tmp_path):
+    with (
+        Scoring(tmp_path, "first", score=0.25, waits_at_work=True) as first,
+        Scoring(tmp_path, "second", score=0.5, waits_at_work=False) as second,
+    ):
+        first.until_it_waits()
+        code, error = second.until_it_waits().go()
+        assert code == 2 and "another evaluation writes here" in error and "choose another --output" in error
+        assert first.go() == (0, "") and written(tmp_path) == 0.25
+    for path in (tmp_path / "out").iterdir():
+        path.unlink()
+    with Scoring(tmp_path, "killed", score=0.75, waits_at_work=True) as killed:
+        killed.until_it_waits()
+    with Scoring(tmp_path, "next", score=1.0, waits_at_work=True) as after:
+        assert after.go() == (0, "") and written(tmp_path) == 1.0
+
+
+def test_an_output_that_was_written_while_an_evaluation_began_is_not_lost(tmp_path):
+    with Scoring(tmp_path, "late", score=0.5, waits_at_work=False) as late:
+        late.until_it_waits()  # its options have been checked
+        with Scoring(tmp_path, "early", score=0.25, waits_at_work=True) as early:
+            assert early.go() == (0, "")
+        code, error = late.go()
+    assert code == 2 and "the output exists" in error and "--overwrite" in error
+    assert written(tmp_path) == 0.25

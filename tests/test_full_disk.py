@@ -112,6 +112,10 @@ def full_to_the_end(disk: Path, model: Path) -> None:
     with pytest.raises(LockstepError, match="the run's last checkpoint was not written; no space for what was logged"):
         start(model, run, 4, validate=lambda step: fill(ballast) if step == 3 else None)
     assert [row["step"] for row in read_metrics(run)] == [1, 2]
+    status = read_status(run)
+    assert (status["state"], status["step"], status["resumable"]) == ("failed", 4, True)
+    assert status["error"].startswith("error[2] the run's last checkpoint was not written; ")
+    assert not list(run.glob(".*"))
     ballast.unlink()
     start(model, run, 4)
     assert (run / "metrics.jsonl").read_bytes() == (disk / "undisturbed" / "metrics.jsonl").read_bytes()
@@ -145,6 +149,26 @@ def test_a_run_that_is_stopped_without_room_does_not_say_that_training_goes_on(t
     out = on_disk(tmp_path, "stopped_without_room", model)
     assert out.count("warning: no checkpoint at step 4, and training goes on: no space for what was logged; ") == 1
     assert out.count("warning: no checkpoint at step 4: no space for what was logged; ") == 1
+
+
+def failing_without_room(disk: Path) -> None:
+    for name, error, state in (("a", RuntimeError("x" * 8000), "failed"), ("b", Stopped("asked to"), "stopped")):
+        with (
+            pytest.raises(type(error)),
+            Run(disk / name, TrackingConfig(), SINGLE, config={}, num_steps=2) as run,
+        ):
+            (disk / "ballast").unlink(missing_ok=True)
+            run.log(1, {"x": 1.0})
+            fill(disk / "ballast")
+            raise error
+        status = read_status(run.dir)
+        assert (status["state"], status["step"]) == (state, 1) and str(error) in status["error"]
+        assert not list(run.dir.glob(".*"))
+        (disk / "ballast").unlink()
+
+
+def test_the_status_tells_the_end_of_a_run_also_where_there_is_no_room(tmp_path):
+    on_disk(tmp_path, "failing_without_room")
 
 
 def failing_with_room_again(disk: Path) -> None:

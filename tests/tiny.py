@@ -9,15 +9,17 @@ from lib.types import Rollout, Sample, Score
 VOCAB_SIZE = 200
 
 
-def make_model(path: Path, *, kind: str = "qwen3", tied: bool = True, seed: int = 0) -> Path:
+def make_model(
+    path: Path, *, kind: str = "qwen3", tied: bool = True, seed: int = 0, intermediate_size: int = 96
+) -> Path:
     """A Hugging Face folder with a two-layer model with grouped-query attention; weights large enough to matter."""
     from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
     torch.manual_seed(seed)
     shape = dict(
-        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=tied,
-        initializer_range=0.2,
+        vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=intermediate_size, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
+        tie_word_embeddings=tied, initializer_range=0.2,
     )  # fmt: skip
     if kind == "mistral":
         shape["sliding_window"] = 4
