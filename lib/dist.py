@@ -122,7 +122,7 @@ def init_distributed() -> World:
     """
     if not any(name in os.environ for name in LAUNCH_VARIABLES):
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = _free_port()
+        os.environ["MASTER_PORT"] = "0"  # any that is free: `_join` writes down which
     rank, size, local_rank = _read_launch_environment()
     if ATTEMPT in os.environ and sys.platform == "linux":  # where torchrun is killed, nobody else would end its ranks
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -204,6 +204,8 @@ def _join(rank: int, size: int, *, backend: str, device: torch.device | None) ->
             socket.create_connection((address, int(port)), timeout=JOIN_TIMEOUT.total_seconds()).close()
         store, _, _ = next(torch_dist.rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))
         store.set_timeout(TIMEOUT)
+        if int(port) == 0:  # looked for beforehand, another process could take it before the store does
+            os.environ["MASTER_PORT"] = str(store.port)
         attempt = os.environ.get(ATTEMPT, "0")  # in torchrun's store restarted ranks find the old addresses
         torch_dist.init_process_group(
             backend,
@@ -220,9 +222,3 @@ def _join(rank: int, size: int, *, backend: str, device: torch.device | None) ->
             f"MASTER_PORT={port or 'unset'}; found {reason}, expected an address of rank 0's machine that all ranks "
             "reach, and a port that is free there; start with torchrun --nproc_per_node=N, or choose another port"
         ) from error
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

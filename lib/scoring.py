@@ -47,6 +47,7 @@ GRADERS = {
 """The built-in graders: data source -> the module whose `compute_score` grades it."""
 
 START_TIMEOUT_S = 120.0  # for a worker's imports; a recipe's file brings torch along
+END_TIMEOUT_S = 5.0  # from a closed channel to the end of its worker, which tells why; others are not served meanwhile
 STOP_POLL_S = 0.2  # between two questions whether to stop
 TIMED_OUT = "timed out"  # how the error of a response over its time limit begins; no exception's text begins so
 ROOT = Path(__file__).resolve().parent.parent
@@ -452,7 +453,7 @@ class _Worker:
 
     def _how_it_ended(self) -> str:
         try:
-            code = self.process.wait(timeout=1)
+            code = self.process.wait(timeout=END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return "the reward worker closed its channel"
         return f"the reward worker was killed by {signal.Signals(-code).name}" if code < 0 else (

@@ -1,12 +1,17 @@
-"""What every test module leaves behind for the next one: nothing."""
+"""What every test module leaves behind for the next one: nothing. And what holds for all of hypothesis's tests."""
 
 import os
 import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from lib.dist import shutdown_distributed
 
+# By itself hypothesis fails an example that takes 0.2 s, or draws that take long: on a busy machine any may. And the
+# same commit draws the same examples.
+settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored, by our children too
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

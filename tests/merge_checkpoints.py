@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lib.checkpoint_files import checkpoint_path, hash_file, publish, stage
 from merge import MergeConfig, merge
-from tests.ranks import ROOT, torchrun
+from tests.ranks import LIMIT_S, ROOT, torchrun
 from tests.tiny import make_model, make_tokenizer
 
 LOCKSTEP_MODELS = ("tied", "untied", "critic")
@@ -27,7 +27,7 @@ def command(*words, **env):
     """`python merge.py WORDS` as a user runs it."""
     return subprocess.run(
         [sys.executable, "merge.py", *map(str, words)], cwd=ROOT, env={**os.environ, **env}, capture_output=True,
-        text=True, timeout=200,
+        text=True, timeout=LIMIT_S,
     )  # fmt: skip
 
 

@@ -1,7 +1,9 @@
 """Runs a test's script under torchrun, as users run ours."""
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,13 +16,16 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+LIMIT_S = 1800
+"""For whatever a test waits for. It only ends what hangs: a slow machine that others use too needs many times the
+seconds of an idle one."""
 
 
-def torchrun(num_ranks: int, *words: str, timeout_s: float = 300, **env: str) -> subprocess.CompletedProcess:
+def torchrun(num_ranks: int, *words: str, **env: str) -> subprocess.CompletedProcess:
     """The finished `torchrun --nproc_per_node=num_ranks WORDS`, its output as text."""
     return subprocess.run(
         [*_torchrun(num_ranks), *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True, text=True, timeout=timeout_s,
+        capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
 
 
@@ -67,9 +72,27 @@ class Job:
                     found.append(int(path.parent.name))
         return found
 
-    def wait(self, timeout_s: float = 60) -> int:
+    def pid_of_rank(self, rank: int) -> int:
+        """The rank's process: torchrun's child with that number. What the rank starts inherits the number."""
+        [found] = [
+            pid for pid in self._children() if f"\0RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        ]
+        return found
+
+    def _children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def wait(self) -> int:
         """The exit code of torchrun."""
-        return self.process.wait(timeout_s)
+        return self.process.wait(LIMIT_S)
+
+    def wait_for_all(self) -> None:
+        """Returns when none of the job's processes lives. Fails when they do not end."""
+        deadline = time.monotonic() + LIMIT_S
+        while alive := self.alive():
+            assert time.monotonic() < deadline, f"still alive: {alive}\n{self.stderr[-4000:]}"
+            time.sleep(0.05)
 
     @property
     def stdout(self) -> str:
@@ -79,14 +102,26 @@ class Job:
     def stderr(self) -> str:
         return _text(self._err)
 
-    def until(self, condition: Callable[[], Any], *, timeout_s: float = 120) -> Any:
+    def until(self, condition: Callable[[], Any]) -> Any:
         """The condition's first value that is true. Fails when the job ends before, or time does."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + LIMIT_S
         while not (value := condition()):
             assert self.process.poll() is None, f"the job has ended:\n{self.stdout[-2000:]}{self.stderr[-4000:]}"
             assert time.monotonic() < deadline, f"nothing came of it:\n{self.stdout[-2000:]}{self.stderr[-4000:]}"
             time.sleep(0.02)
         return value
+
+
+def free_port() -> str:
+    """A port for ranks that the test starts by itself. Below those that the system hands out to whoever asks for any:
+    one of these could be gone before rank 0, which still imports torch, listens there."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(max(1024, first // 2), first) or range(1024, 2**16)
+    while True:
+        port = random.SystemRandom().choice(ports)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return str(port)
 
 
 def _text(file: Any) -> str:

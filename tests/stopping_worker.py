@@ -7,12 +7,15 @@ import ctypes
 import json
 import os
 import sys
+import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
+import lib.stopping
 from lib.config import reporting_errors
 from lib.dist import World, init_distributed
 from lib.errors import Stopped
@@ -21,9 +24,10 @@ from lib.scoring import RewardConfig, Scorer
 from lib.stopping import POLL_S, STOP_SIGNALS, Stopper
 from lib.tracking import Run, TrackingConfig
 from lib.types import Rollout, Sample
+from tests.ranks import LIMIT_S
 
-FOREVER_S = 600
-SLOW_REWARD = "import time\ndef compute_score(**_):\n    time.sleep(600)\n"
+FOREVER_S = 10 * LIMIT_S
+SLOW_REWARD = f"import time\ndef compute_score(**_):\n    time.sleep({FOREVER_S})\n"
 
 
 def note(folder: Path, world: World, **values) -> None:
@@ -80,9 +84,16 @@ def wait_for_rewards(folder, world, stopper, run):
 
 
 def hang(folder, world, stopper, run):
-    """No rank ever asks whether to stop."""
+    """No rank's loop ever asks whether to stop. What signals have come is noted."""
     note(folder, world)
+    threading.Thread(target=note_signals, args=(folder, world, stopper), daemon=True).start()
     time.sleep(FOREVER_S)
+
+
+def note_signals(folder, world, stopper):
+    while not stopper._arrivals:
+        time.sleep(0.01)
+    note(folder, world, arrived=True)
 
 
 def fail(folder, world, stopper, run):
@@ -93,18 +104,21 @@ def fail(folder, world, stopper, run):
 
 
 def save_in_time(folder, world, stopper, run):
-    """Steps and saves of a known length, with a limit that a rank's own clock alone would reach at different steps."""
-    step_s, save_s = 0.4, 0.8
-    stopper._deadline = time.time() + 4 + 100 * world.rank
-    deadline = stopper._deadline
+    """Steps and saves of a known length, with a limit that a rank's own clock alone would reach at different steps.
+
+    On a clock that only they move: on a real one a step may take longer than all before it, and nobody can know.
+    """
+    step_s, save_s, now = 0.4, 0.8, 0.0
+    lib.stopping.time = SimpleNamespace(time=lambda: now, monotonic=time.monotonic)
+    stopper._deadline = deadline = 4.1 + 100 * world.rank
     for step in range(1, 1000):
-        time.sleep(step_s)
+        now += step_s
         run.log(step, {})
         stopped = stopper.step_ended(step_s, save_s=save_s if step > 2 else 0.0)
         if step == 2 or stopped:
-            time.sleep(save_s)
+            now += save_s
         if stopped:
-            note(folder, world, step=step, left_s=deadline - time.time())
+            note(folder, world, step=step, left_s=deadline - now)
             raise stopped
 
 
@@ -126,17 +140,14 @@ def generate(folder, world, stopper, run, *, path, tp_size):
     )
     short = Sampling(n=1, max_response_len=4, temperature=0.0)
     before = [group[0].response_ids for group in engine.generate([sample(0), sample(1)], short)]
-    count, step, times = 0, engine._engine.step, []
+    count, step = 0, engine._engine.step
 
     def counted():
         nonlocal count
         count += 1
         if count == 50:
             note(folder, world)
-        start = time.time()
-        outputs = step()
-        times.append(time.time() - start)
-        return outputs
+        return step()
 
     engine._engine.step = counted
     try:
@@ -147,13 +158,13 @@ def generate(folder, world, stopper, run, *, path, tp_size):
                                          stop=stopper.requested):  # fmt: skip
                     pass
             except Stopped:
-                left, num_steps = time.time(), count
+                num_steps = count
                 raise
     except Stopped:
         engine._engine.step = step
         engine.sleep()  # which demands that no request is alive
         after = [group[0].response_ids for group in engine.generate([sample(0), sample(1)], short)]
-        note(folder, world, left=left, num_steps=num_steps, slowest_s=max(times), same=before == after)
+        note(folder, world, num_steps=num_steps, same=before == after)
         raise
 
 

@@ -8,6 +8,7 @@ import torch.multiprocessing as mp
 
 from lib.dist import SINGLE, World
 from lib.types import Batch
+from tests.ranks import LIMIT_S
 from tests.test_advantages import VARIANTS, random_step
 
 
@@ -35,7 +36,11 @@ def results_of(world):
 def run_rank(rank, size, folder):
     torch.set_num_threads(1)
     torch_dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{folder}/store{size}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=LIMIT_S),
     )
     world = World(rank=rank, size=size, device=torch.device("cpu"))
     torch.save(results_of(world), f"{folder}/{size}_{rank}.pt")

@@ -21,7 +21,7 @@ from lib.dist import SINGLE
 from lib.errors import UserError
 from lib.tracking import TrackingConfig, check_run
 from tests.bad_input_worker import ACCEPTED
-from tests.ranks import ROOT, torchrun
+from tests.ranks import LIMIT_S, ROOT, torchrun
 from tests.tiny import make_model, make_questions, make_tokenizer
 
 OPTIONS = {
@@ -367,7 +367,7 @@ def results(good, busy_port, tmp_path_factory) -> dict[str, dict]:
         commands[name] = {"words": words, "env": env}
     done = subprocess.run(
         [sys.executable, "-m", "tests.bad_input_worker"], input=json.dumps(commands), cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True, timeout=600, check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True,
     )  # fmt: skip
     return json.loads(done.stdout)
 
@@ -392,7 +392,7 @@ def test_what_only_looks_odd_is_accepted_and_told(name, results):
 
 def test_debug_shows_the_traceback_too(good):
     words = ["train_grpo.py", *command(good, {"--data.train-files": "/no/x.parquet"}), "--debug"]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and "Traceback" in done.stderr and "resolve_file" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error[2] no such file")
 
@@ -401,7 +401,7 @@ def test_a_working_directory_that_is_gone_is_told_before_torch_ends_the_process(
     (tmp_path / "gone").mkdir()
     script = f'cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && exec "$@"'
     words = ["sh", "-c", script, "-", sys.executable, str(ROOT / "train_grpo.py"), "--help"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error[2] no working directory; ") and len(done.stderr.splitlines()) == 1
 
@@ -468,7 +468,7 @@ def test_all_ranks_end_together_with_the_code_and_one_of_them_tells_why(
     folder = shutil.copytree(good, tmp_path / "files")
     words = command(folder, changes(folder))
     script = on_rank(folder, *rank_and_action) if rank_and_action else "train_grpo.py"
-    done = torchrun(2, script, *words, timeout_s=120, HOME=str(folder))
+    done = torchrun(2, script, *words, HOME=str(folder))
     codes = re.findall(r"exitcode  : (-?\d+)", done.stderr)
     assert codes == [str(code)] * 2, done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error[")]

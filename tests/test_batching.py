@@ -31,6 +31,7 @@ from lib.dist import SINGLE, World
 from lib.errors import UserError, WeightSyncError
 from lib.losses import ClipLoss
 from lib.types import Batch, Rollout, Sample, Score
+from tests.ranks import LIMIT_S
 
 MINI_BATCH_SIZE = 7  # 22 responses: mini-batches of 7, 7, 7 and 1, fewer than there are ranks
 BUDGET = 60
@@ -169,7 +170,11 @@ def report(world):
 def run_rank(rank, size, folder):
     torch.set_num_threads(1)
     torch_dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{folder}/store{size}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=LIMIT_S),
     )
     world = World(rank=rank, size=size, device=torch.device("cpu"))
     torch.save(report(world), f"{folder}/{size}_{rank}.pt")

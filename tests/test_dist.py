@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.ranks import ROOT
+from tests.ranks import LIMIT_S, ROOT
 
 LEAVE = """
 import sys
@@ -25,5 +25,5 @@ sys.exit(int(sys.argv[1]))
 @pytest.mark.parametrize("code", [0, 2])
 def test_a_rank_ends_with_its_exit_code_though_gloo_still_holds_tensors(code):
     words = [sys.executable, "-c", LEAVE, str(code)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert (done.returncode, done.stderr) == (code, "")

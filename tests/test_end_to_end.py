@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from lib.run_folder import read_metrics
-from tests.ranks import ROOT, torchrun
+from tests.ranks import LIMIT_S, ROOT, torchrun
 from tests.tiny import make_model, make_questions, make_tokenizer
 
 NUM_STEPS = 3
@@ -59,7 +59,7 @@ def two_ranks(files):
 @pytest.fixture(scope="module")
 def one_process(files):
     command = [sys.executable, *options(files, "one"), "--seed", "7"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300), files / "one"
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S), files / "one"
 
 
 def test_run_folder_holds_everything_that_the_readme_names(two_ranks):
@@ -124,7 +124,7 @@ def test_a_disagreement_between_engine_and_trainer_stops_every_rank(files):
 
 def test_reward_code_that_fails_in_training_stops_with_its_text(files):
     words = options(files, "broken", "--eval.before-train", "False", "--reward.path", str(files / "broken.py"))
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 4, done.stdout + done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("error[4]")]
     assert len(lines) == 1 and "KeyError" in lines[0] and "no such column" in lines[0]
@@ -140,7 +140,7 @@ def other_options(files):
         "--reward.path", str(files / "second_validation.py"),
     )  # fmt: skip
     command = [sys.executable, *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300), files / "other"
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S), files / "other"
 
 
 def test_a_stop_string_ends_a_response(other_options):

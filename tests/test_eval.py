@@ -24,7 +24,7 @@ from lib.eval_files import COLUMNS, Group, parts_folder
 from lib.eval_model import find_model, iter_weights
 from lib.eval_report import render_page, summarise
 from lib.types import Sample, Score
-from tests.ranks import ROOT, torchrun
+from tests.ranks import LIMIT_S, ROOT, torchrun
 from tests.test_eval_files import DATA, ROLLOUT, group
 from tests.tiny import make_model, make_questions, make_tokenizer
 
@@ -83,7 +83,7 @@ def words(folder, output, *more, model="model", n=4):
 def start(*arguments):
     return subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=300,
+        text=True, timeout=LIMIT_S,
     )  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def killed_after(command, parts, *, num_groups, delay_s):
     """Starts the command and kills all of it once so many groups are finished, and some time later."""
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                                env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + LIMIT_S
     while process.poll() is None and time.monotonic() < deadline:
         if parts.exists() and len(finished_uids(parts)) >= num_groups:
             break
@@ -201,7 +201,7 @@ def killed_after(command, parts, *, num_groups, delay_s):
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    return process.communicate(timeout=60)[0]
+    return process.communicate(timeout=LIMIT_S)[0]
 
 
 @pytest.mark.slow

@@ -29,25 +29,27 @@ def whole_steps(run):
     return [found.step for found in find_checkpoints(run) if found.problem is None]
 
 
+def newest_step(run):
+    """While the job runs: 0 where all that were listed have been deleted, as too old, before they were looked at."""
+    return max(whole_steps(run), default=0)
+
+
 @pytest.mark.slow
 def test_random_kills_lose_no_checkpoint_and_change_nothing(tmp_path):
     make_tokenizer(make_model(tmp_path / "model"))
     with job(tmp_path, "straight") as running:
-        assert running.wait(600) == 0, running.stderr
+        assert running.wait() == 0, running.stderr
     run, draw = tmp_path / "killed", random.Random(0)
     last, in_a_save = 0, 0
     for kill in range(NUM_KILLS):
         with job(tmp_path, "killed") as running:
-            running.until(lambda last=last: max(whole_steps(run), default=0) > last, timeout_s=300)
+            running.until(lambda last=last: newest_step(run) > last)
             time.sleep(draw.uniform(0, 0.3))
-            before = max(whole_steps(run))
+            before = newest_step(run)
             for pid in [running.process.pid] if kill % 2 else running.alive():  # the launcher alone, or all
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            deadline = time.monotonic() + 30
-            while running.alive() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert not running.alive(), "ranks have outlived their launcher"
+            running.wait_for_all()  # no rank outlives its launcher
         last = max(whole_steps(run))
         assert before <= last < NUM_STEPS
         verify(run / f"global_step_{last}")  # every byte
@@ -56,7 +58,7 @@ def test_random_kills_lose_no_checkpoint_and_change_nothing(tmp_path):
         in_a_save += any(name.startswith(".tmp-global_step_") for name in os.listdir(run))
     assert in_a_save >= 2
     with job(tmp_path, "killed") as running:
-        assert running.wait(600) == 0, running.stderr
+        assert running.wait() == 0, running.stderr
         assert f"global_step_{last}: step {last + 1} of {NUM_STEPS} is next" in running.stdout
     expected, found = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("straight", "killed"))
     assert expected["weights"].keys() == found["weights"].keys()

@@ -31,7 +31,7 @@ from tests.merge_checkpoints import (  # noqa: F401 (fixtures)
     write_pieces,
 )
 from tests.merge_worker import IDS
-from tests.ranks import ROOT, torchrun
+from tests.ranks import LIMIT_S, ROOT, torchrun
 
 # ---- The weights ----
 
@@ -136,7 +136,7 @@ def vllm_log_probs(folder, out):
     """Of IDS, by vLLM's own loader in a process that knows nothing of training."""
     words = [sys.executable, "-m", "tests.vllm_worker", str(folder), str(out), *map(str, IDS)]
     env = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return torch.tensor(json.loads(out.read_text()))
 

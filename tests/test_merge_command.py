@@ -20,7 +20,7 @@ from lib.config import parse_args
 from lib.errors import LockstepError, UserError
 from merge import MergeConfig, merge
 from tests.merge_checkpoints import checkpoints, command, merged, models, own_step, step, weights, write_pieces  # noqa: F401 (fixtures)
-from tests.ranks import ROOT
+from tests.ranks import LIMIT_S, ROOT
 
 # ---- The folder ----
 
@@ -56,17 +56,39 @@ def test_force_never_replaces_what_is_not_a_model(own_step, tmp_path):
     assert (notes / "thesis.txt").exists() and (own_step / "MANIFEST.json").exists()
 
 
+WAITING = """
+import sys, time
+from pathlib import Path
+
+ready = Path(sys.argv.pop(1))
+
+
+def wait_in_the_middle(event, args):
+    if event == "open" and "model-00003" in str(args[0]):
+        ready.touch()
+        time.sleep(3600)
+
+
+sys.addaudithook(wait_in_the_middle)
+from merge import *
+main(parse_cli(MergeConfig()))
+"""
+"""A merge that waits, with two files written, for the signal: a whole one may end before a slow test can send it."""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_merge_leaves_nothing(number, large, tmp_path):
-    target = tmp_path / "out" / "model"
+    target, ready = tmp_path / "out" / "model", tmp_path / "ready"
     words = ["--local-dir", large, "--target-dir", target, "--skip-verify", "--max-shard-gib", "0.02"]
-    process = subprocess.Popen([sys.executable, "merge.py", *map(str, words)], cwd=ROOT, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("out/.model*/model-00002*")) and time.monotonic() < deadline:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITING, str(ready), *map(str, words)], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    while not ready.exists():
         assert process.poll() is None, "it ended before it could be interrupted"
-        time.sleep(0.001)
+        time.sleep(0.01)
+    assert list(tmp_path.glob("out/.model*/model-00002*"))
     process.send_signal(number)
-    assert process.wait(60) == 128 + number
+    assert process.wait(LIMIT_S) == 128 + number
     assert os.listdir(tmp_path / "out") == []
 
 

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -29,6 +28,7 @@ from lib.metrics import (
     validation_metrics,
 )
 from lib.types import Batch
+from tests.ranks import LIMIT_S, free_port
 
 ROOT = Path(__file__).parent.parent
 QWEN3 = {
@@ -80,9 +80,7 @@ BATCH = make_batch(
 
 def run_two_ranks(body: str) -> list[dict]:
     """What each of two gloo processes put into `result`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     script = (
         "import json, torch\nfrom lib.dist import init_distributed, shutdown_distributed\nfrom lib.metrics import *\n"
         "from tests.test_metrics import BATCH\nworld = init_distributed()\nresult = {}\n"
@@ -100,7 +98,7 @@ def run_two_ranks(body: str) -> list[dict]:
         )
         for rank in range(2)
     ]
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    outputs = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     return [json.loads(out.strip().splitlines()[-1]) for out, _ in outputs]
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from lib.run_folder import read_metrics
-from tests.ranks import ROOT
+from tests.ranks import LIMIT_S, ROOT
 
 ACCURACY = "val-core/arithmetic/acc/mean@1"
 SHUFFLED = '''
@@ -43,7 +43,7 @@ def start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart")
 
     def run(*words):
-        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=900)
+        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
     def train(name, *options, seed=0, num_ranks=2):

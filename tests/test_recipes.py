@@ -24,7 +24,7 @@ from lib.parquet import write_rows
 from lib.run_folder import read_metrics
 from recipes import plot_algorithms
 from recipes.prepare_gsm8k import to_row
-from tests.ranks import ROOT, torchrun
+from tests.ranks import LIMIT_S, ROOT, torchrun
 
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "remax", "ppo")
 FULL_SIZE = [f"{name}_qwen3_1_7b_gsm8k" for name in ALGORITHMS]
@@ -86,7 +86,7 @@ def test_the_full_size_recipes_stop_at_the_missing_model_alone(tmp_path):
     cases = {name: {"words": words, "env": {}, "recipe": f"recipes.{name}"} for name in FULL_SIZE}
     done = subprocess.run(
         [sys.executable, "-m", "tests.bad_input_worker"], input=json.dumps(cases), cwd=ROOT, capture_output=True,
-        text=True, timeout=280,
+        text=True, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     for name, result in json.loads(done.stdout).items():
@@ -125,7 +125,7 @@ def tiny_task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("arithmetic")
     data, model = str(folder / "data"), str(folder / "model")
     for words in (("prepare_arithmetic", "--out", data), ("make_tiny_model", "--data", data, "--out", model)):
-        subprocess.run([sys.executable, "-m", f"recipes.{words[0]}", *words[1:]], cwd=ROOT, check=True, timeout=600)
+        subprocess.run([sys.executable, "-m", f"recipes.{words[0]}", *words[1:]], cwd=ROOT, check=True, timeout=LIMIT_S)
     files = {"train": f"{data}/train.parquet", "val": f"{data}/val.parquet"}
     return ["--model.path", model, *(word for split in files for word in (f"--data.{split}-files", files[split]))]
 

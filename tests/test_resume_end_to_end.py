@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lib.run_folder import read_metrics, read_status
-from tests.ranks import ROOT, torchrun
+from tests.ranks import LIMIT_S, ROOT, torchrun
 
 NUM_STEPS = 4
 TIMES = ("timing", "perf/")
@@ -29,7 +29,7 @@ def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("arithmetic")
     data, model = str(folder / "data"), str(folder / "model")
     for words in (("prepare_arithmetic", "--out", data), ("make_tiny_model", "--data", data, "--out", model)):
-        subprocess.run([sys.executable, "-m", f"recipes.{words[0]}", *words[1:]], cwd=ROOT, check=True, timeout=600)
+        subprocess.run([sys.executable, "-m", f"recipes.{words[0]}", *words[1:]], cwd=ROOT, check=True, timeout=LIMIT_S)
     return (
         "--model.path", model, "--data.train-files", f"{data}/train.parquet", "--data.val-files",
         f"{data}/val.parquet", "--data.train-max-samples", "80", "--data.val-max-samples", "20", "--eval.every", "1",
@@ -45,7 +45,7 @@ def straight(task, tmp_path_factory):
     def run(name):
         words = (*RECIPES[name], *task)
         if name not in runs:
-            done = torchrun(2, "-m", *words, "--run-dir", str(folder / name), timeout_s=900)
+            done = torchrun(2, "-m", *words, "--run-dir", str(folder / name))
             assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
             runs[name] = folder / name
         return runs[name], words
@@ -77,7 +77,7 @@ def trainer(run):
 def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(straight, tmp_path, name):
     run, words = straight(name)
     copy = as_killed_after(2, run, tmp_path / "run")
-    done = torchrun(2, "-m", *words, "--run-dir", str(copy), timeout_s=900)
+    done = torchrun(2, "-m", *words, "--run-dir", str(copy))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     lines = done.stdout.splitlines()
     [place] = [place for place, line in enumerate(lines) if line.startswith("continuing from ")]
@@ -102,7 +102,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_data_and_rollouts(straigh
     run, words = straight("dapo")
     copy = as_killed_after(2, run, tmp_path / "run")
     command = [sys.executable, "-m", *words, "--run-dir", str(copy)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     first, expected = read_metrics(copy)[3], read_metrics(run)[3]
     for metric in ("critic/score/mean", "response_length/mean", "filter_groups/kept", "train/num_gen_batches"):

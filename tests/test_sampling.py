@@ -22,7 +22,7 @@ from lib.sampling import _with_greedy_score
 from lib.scoring import RewardConfig, check_error_rate
 from lib.types import Score
 from tests import sampling_rewards
-from tests.ranks import ROOT, torchrun
+from tests.ranks import LIMIT_S, ROOT, torchrun
 from tests.sampling_worker import CASES, NUM_ALONE
 from tests.tiny import make_model, make_questions, make_rollouts, make_tokenizer
 
@@ -396,7 +396,7 @@ MATRIX = {
 def run_alone(files, run, *more, script="train_grpo.py"):
     """The finished command in one process, and its metrics."""
     command = [sys.executable, *options(files, run, *more, script=script)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = read_metrics(files / run)
     check_documented(rows)

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +16,7 @@ from lib.errors import RewardError, UserError
 from lib.rewards.worker import read_result
 from lib.scoring import RewardConfig, Scorer, check_error_rate, check_reward, error_counts
 from lib.types import Rollout, Sample, Score
+from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -223,12 +223,12 @@ def test_wrong_flags_are_user_errors(cfg, words):
         (HEAD + "    return 1 if not solution_str else 'high'", ["row 1", "returned 'high' (str)"]),
         (HEAD + "    return {'reward': 1}", ["without the key 'score'; found reward"]),
         (HEAD + "    return float('nan')", ["returned nan"]),
-        (HEAD + "    import time\n    time.sleep(60)", ["timed out after 1 s"]),
+        (HEAD + "    import time\n    time.sleep(60)", ["timed out after 5 s"]),
         (HEAD + "    import os\n    os._exit(7)", ["exited with code 7"]),
     ],
 )
 def test_broken_reward_code_is_a_reward_error(tmp_path, body, words):
-    cfg = RewardConfig(path=write(tmp_path, body), timeout_s=1.0)
+    cfg = RewardConfig(path=write(tmp_path, body), timeout_s=5.0)  # what does not hang takes milliseconds
     with pytest.raises(RewardError) as caught:
         check_reward(cfg, {"mine"}, rows("7", "8"))
     assert caught.value.code == 4
@@ -339,9 +339,7 @@ dist.destroy_process_group()
 
 
 def test_all_ranks_stop_together_on_the_rate_over_all_ranks():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(

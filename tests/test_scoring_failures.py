@@ -72,9 +72,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def test_every_harmful_response_gets_its_error_and_the_others_their_score(tmp_path):
     expected = {
-        "loop": "timed out after 1.5 s",
-        "swallow": "timed out after 1.5 s",
-        "ignore signals": "timed out after 1.5 s",
+        "loop": "timed out after 5 s",
+        "swallow": "timed out after 5 s",
+        "ignore signals": "timed out after 5 s",
         "exit": "SystemExit: 3 [reward.py:",
         "_exit": "the reward worker exited with code 4",
         "segfault": "the reward worker was killed by SIGSEGV",
@@ -83,7 +83,7 @@ def test_every_harmful_response_gets_its_error_and_the_others_their_score(tmp_pa
         "recurse": "RecursionError: maximum recursion depth exceeded",
     }
     texts = [text for harmful in [*expected, "fork", "cwd", "flood", "read"] for text in ("good", harmful, "good")]
-    cfg = RewardConfig(path=write(tmp_path, HARMFUL), num_workers=2, timeout_s=1.5)
+    cfg = RewardConfig(path=write(tmp_path, HARMFUL), num_workers=2, timeout_s=5.0)
     log = tmp_path / "rewards.log"
     scores = score_all(cfg, texts, truth=str(tmp_path), log_path=log)
     for text, score in zip(texts, scores, strict=True):
@@ -124,9 +124,9 @@ def test_a_hung_worker_and_its_children_are_gone_after_the_limit(tmp_path):
     time.sleep(600)
     """
     pids = tmp_path / "pids"
-    cfg = RewardConfig(path=write(tmp_path, body), num_workers=1, timeout_s=1.0)
+    cfg = RewardConfig(path=write(tmp_path, body), num_workers=1, timeout_s=5.0)
     [score] = score_all(cfg, ["x"], truth=str(pids))
-    assert score.error == "timed out after 1 s"
+    assert score.error == "timed out after 5 s"
     for pid in pids.read_text().split():
         wait_for(partial(has_ended, int(pid)))
 
@@ -140,8 +140,8 @@ def has_ended(pid: int) -> bool:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Returns when the condition holds. Two minutes stand for "never"."""
-    end = time.monotonic() + 120
+    """Returns when the condition holds. 500 s stand for "never": what hangs here does so for longer."""
+    end = time.monotonic() + 500
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -217,7 +217,7 @@ BOMBS = [
 def test_math_answers_that_hang_sympy_cost_only_themselves():
     """200 answers, 4 of them bombs; each bomb may hang (no score) or be answered (wrong), the others are right."""
     texts = [BOMBS[i // 50] if i % 50 == 25 else rf"\boxed{{{i} + {i % 3}}}" for i in range(200)]
-    cfg = RewardConfig(num_workers=2, timeout_s=2.0)
+    cfg = RewardConfig(num_workers=2, timeout_s=5.0)
     sources = {"lighteval/MATH"}
     with closing(Scorer(cfg, sources)) as scorer:
         for i, text in enumerate(texts):

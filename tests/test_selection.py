@@ -23,6 +23,7 @@ from lib.selection import (
     token_sums,
 )
 from lib.types import Batch
+from tests.ranks import LIMIT_S
 from tests.test_losses import batch_of
 
 BETWEEN = (-0.2, 1.5)
@@ -191,7 +192,7 @@ def share(rank):
 def run_rank(rank, size, folder):
     torch.set_num_threads(1)
     torch_dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT_S)
     )
     world = World(rank=rank, size=size, device=torch.device("cpu"))
     part = share(rank)

@@ -4,8 +4,7 @@ import json
 import os
 import signal
 import time
-from contextlib import closing
-from pathlib import Path
+from contextlib import closing, suppress
 
 import pytest
 
@@ -15,9 +14,9 @@ from lib.dist import SINGLE
 from lib.errors import Stopped, UserError
 from lib.eval_model import find_model
 from lib.scoring import RewardConfig, Scorer
-from lib.stopping import Stopper
+from lib.stopping import ECHO_S, Stopper
 from lib.tracking import read_metrics
-from tests.ranks import ROOT, Job
+from tests.ranks import LIMIT_S, ROOT, Job
 from tests.stopping_worker import SLOW_REWARD, response
 from tests.tiny import make_model, make_questions, make_tokenizer
 
@@ -31,6 +30,11 @@ def notes(folder, *, with_key="pid", num_ranks=2):
     paths = [folder / f"rank_{rank}.json" for rank in range(num_ranks)]
     found = [json.loads(path.read_text()) for path in paths if path.exists()]
     return found if len(found) == num_ranks and all(with_key in one for one in found) else None
+
+
+def arrived(folder, ranks):
+    """Whether these ranks of the case "hang" have taken a signal."""
+    return all("arrived" in json.loads((folder / f"rank_{rank}.json").read_text()) for rank in ranks)
 
 
 def status(folder):
@@ -51,19 +55,20 @@ def test_a_signal_to_a_rank_that_waits_in_a_collective_stops_all(tmp_path, case,
         assert f"stopped after step {step} of 9: SIGTERM on rank 0; there is no checkpoint" in running.stdout
         assert running.stderr.count("exitcode  : 143") == 2, running.stderr  # both came to their end by themselves
         assert "lib/stopping.py" not in running.stderr  # no traceback of ours
-        assert not running.alive()
+        running.wait_for_all()
 
 
 def test_a_signal_to_all_processes_at_once_is_one_request(tmp_path):
     with job(tmp_path, "wait_for_rewards") as running:
         ranks = running.until(lambda: notes(tmp_path))
         for pid in (expected := running.alive()):  # as some schedulers do, while torchrun hands it on
-            os.kill(pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # where this loop is slow, the first ones have stopped the last
+                os.kill(pid, signal.SIGTERM)
         assert set(expected) >= {running.process.pid, *(rank[key] for rank in ranks for key in ("pid", "worker"))}
         assert running.wait() == 1
         assert status(tmp_path)["error"] in ("SIGTERM on rank 0", "SIGTERM on rank 1")
         assert "exits at once" not in running.stderr and "SIGKILL" not in running.stderr
-        assert not running.alive()
+        running.wait_for_all()
 
 
 @pytest.mark.parametrize("case", ["wait_for_another", "wait_for_another_after_a_compiler"])
@@ -80,17 +85,16 @@ def test_the_second_signal_ends_ranks_that_hang_at_once(tmp_path, to_launcher):
         ranks = running.until(lambda: notes(tmp_path))
         pid = running.process.pid if to_launcher else ranks[1]["pid"]
         os.kill(pid, signal.SIGTERM)
-        time.sleep(0.5)
+        running.until(lambda: arrived(tmp_path, range(2) if to_launcher else [1]))
         if not to_launcher:
             os.kill(pid, signal.SIGTERM)  # an echo
-        time.sleep(4)
+        time.sleep(2 * ECHO_S)
         assert set(running.alive()) >= {running.process.pid, *(rank["pid"] for rank in ranks)}
         os.kill(pid, signal.SIGTERM)
-        assert running.wait(20) == 1  # torchrun alone would take 30 s to kill them
-        deadline = time.monotonic() + 10
-        while running.alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not running.alive()
+        assert running.wait() == 1
+        running.wait_for_all()
+        assert "SIGKILL" not in running.stderr  # torchrun alone would kill them after 30 s
+        assert "exits at once" in running.stderr
         if not to_launcher:  # rank 0 learnt of the second one as well, from torchrun and by the failure of rank 1
             assert "SIGTERM came a second time: rank 1 exits at once" in running.stderr
             assert "SIGTERM came after another rank had failed: rank 0 exits at once" in running.stderr
@@ -107,7 +111,7 @@ def test_all_ranks_stop_at_the_same_step_before_the_time_limit(tmp_path):
     with job(tmp_path, "save_in_time") as running:
         assert running.wait() == 0
         ranks = notes(tmp_path, with_key="step")
-        assert ranks[0]["step"] == ranks[1]["step"] > 2
+        assert ranks[0]["step"] == ranks[1]["step"] == 6  # after it 4.0 of 4.1 s are over, its save included
         assert ranks[0]["left_s"] > 0
         found = status(tmp_path)
         assert (found["state"], found["step"]) == ("stopped", ranks[0]["step"])
@@ -116,7 +120,7 @@ def test_all_ranks_stop_at_the_same_step_before_the_time_limit(tmp_path):
 
 def test_the_time_limit_counts_from_the_first_start_of_restarted_ranks(tmp_path):
     with job(tmp_path, "restart", options=("--max-restarts", "1")) as running:
-        assert running.wait(120) == 0, running.stderr
+        assert running.wait() == 0, running.stderr
         first, second = ((tmp_path / f"deadline_{attempt}").read_text() for attempt in (0, 1))
         assert first == second
         assert status(tmp_path)["state"] == "finished"
@@ -129,10 +133,7 @@ def test_nothing_survives_a_killed_launcher(tmp_path, case):
         expected = {rank[key] for rank in ranks for key in ("pid", "worker") if key in rank}
         assert expected <= set(running.alive())
         running.process.kill()
-        deadline = time.monotonic() + 20
-        while running.alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not running.alive()
+        running.wait_for_all()
 
 
 @pytest.mark.slow
@@ -140,10 +141,7 @@ def test_ranks_whose_launcher_is_killed_before_they_join_end_too(tmp_path):
     with job(tmp_path, "be_late") as running:
         running.until((tmp_path / "importing").exists)
         running.process.kill()
-        deadline = time.monotonic() + 60
-        while running.alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not running.alive()
+        running.wait_for_all()
 
 
 def test_a_process_without_torchrun_outlives_its_parent(tmp_path):
@@ -161,8 +159,9 @@ def test_a_process_without_torchrun_outlives_its_parent(tmp_path):
     with Job(None, "-c", shell) as running:
         running.until((tmp_path / "ready").exists)
         running.process.kill()
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "alive").exists() and time.monotonic() < deadline:
+        running.process.wait()
+        deadline = time.monotonic() + LIMIT_S
+        while running.alive() and not (tmp_path / "alive").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert (tmp_path / "alive").exists()
 
@@ -203,7 +202,7 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored():
             stopper.agreed()
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGTERM)
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + LIMIT_S
             while not stopper.requested() and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert (str(stopper.agreed()), stopper.agreed().code) == ("SIGTERM on rank 0", 143)
@@ -279,16 +278,15 @@ def test_a_plain_process_stops_with_the_signals_code(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_sampling_stops_on_all_ranks_within_seconds_and_the_engine_goes_on_working(tmp_path, tp_size):
+def test_sampling_stops_on_all_ranks_long_before_its_end_and_the_engine_goes_on_working(tmp_path, tp_size):
     path = make_model(tmp_path / "model")
     with job(tmp_path, "generate", str(path), str(tp_size)) as running:
-        ranks = running.until(lambda: notes(tmp_path), timeout_s=240)
-        sent = time.time()
+        ranks = running.until(lambda: notes(tmp_path))
         os.kill(ranks[1]["pid"], signal.SIGTERM)
         assert running.wait() == 1
-        ranks = notes(tmp_path, with_key="left")
+        ranks = notes(tmp_path, with_key="num_steps")
         for rank in ranks:
-            assert rank["left"] - sent < 10 + rank["slowest_s"], ranks  # of minutes; 1 s on an idle machine
+            assert rank["num_steps"] < 5_000, ranks  # of 50,000 or more; it takes about a second to be heard
             assert rank["same"]
         assert tp_size == 1 or ranks[0]["num_steps"] == ranks[1]["num_steps"]
         assert status(tmp_path) == stopped("SIGTERM on rank 1", step=0)
@@ -300,7 +298,7 @@ def test_a_killed_tensor_parallel_run_does_not_keep_the_next_from_starting(tmp_p
     for name in ("killed", "next"):
         (tmp_path / name).mkdir()
         with job(tmp_path / name, "generate", str(path), "2") as running:
-            running.until(lambda name=name: notes(tmp_path / name), timeout_s=240)
+            running.until(lambda name=name: notes(tmp_path / name))
             running.process.kill()
 
 
@@ -328,40 +326,40 @@ def training(folder, *more):
 @pytest.mark.slow
 def test_a_training_run_stops_in_the_middle_of_a_rollout(files):
     with training(files, "--prompts-per-step", "400", "--run-dir", str(files / "run")) as running:
-        running.until(lambda: "step 1/3: sampling: " in running.stdout, timeout_s=240)
-        [pid] = [pid for pid in running.alive() if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
-                 and b"train_grpo.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]  # fmt: skip
-        os.kill(pid, signal.SIGTERM)
-        assert running.wait(120) == 1
+        running.until(lambda: "step 1/3: sampling: " in running.stdout)
+        os.kill(running.pid_of_rank(1), signal.SIGTERM)
+        assert running.wait() == 1
         assert status(files) == stopped("SIGTERM on rank 1", step=0)
         assert "stopped after step 0 of 3: SIGTERM on rank 1" in running.stdout
         assert running.stderr.count("exitcode  : 143") == 2 and 'train_grpo.py", line' not in running.stderr
-        assert not (files / "run" / "metrics.jsonl").exists() and not running.alive()
+        running.wait_for_all()
+        assert not (files / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow
 def test_a_step_whose_validation_is_broken_off_is_logged(files):
     words = ("--prompts-per-step", "2", "--run-dir", str(files / "run"), "--overwrite")
     with training(files, *words) as running:
-        running.until(lambda: "validation: " in running.stdout, timeout_s=360)
+        running.until(lambda: "validation: " in running.stdout)
         os.kill(running.process.pid, signal.SIGUSR1)
-        assert running.wait(120) == 1
+        assert running.wait() == 1
         [row] = read_metrics(files / "run")
         assert row["step"] == 1 and "actor/loss" in row and not [name for name in row if name.startswith("val-")]
         found = status(files)
         assert found["error"].startswith("SIGUSR1 on rank ")
         assert found == stopped(found["error"], step=1) | {"resumable": True}
         assert 'train_grpo.py", line' not in running.stderr and "checkpoint global_step_1: " in running.stdout
-        assert not (files / "run" / "samples" / "step_1.jsonl").exists() and not running.alive()
+        running.wait_for_all()
+        assert not (files / "run" / "samples" / "step_1.jsonl").exists()
 
 
 @pytest.mark.slow
 def test_a_run_whose_last_validation_is_broken_off_ends_and_says_how_to_measure_it(files):
     run = files / "last"
     with training(files, "--prompts-per-step", "2", "--num-steps", "1", "--run-dir", str(run)) as running:
-        running.until(lambda: "validation: " in running.stdout, timeout_s=360)
+        running.until(lambda: "validation: " in running.stdout)
         os.kill(running.process.pid, signal.SIGUSR1)
-        assert running.wait(120) == 1 and "exitcode" not in running.stderr  # torchrun's own; the ranks end with 0
+        assert running.wait() == 1 and "exitcode" not in running.stderr  # torchrun's own; the ranks end with 0
         [row] = read_metrics(run)
         assert "actor/loss" in row and not [name for name in row if name.startswith("val-")]
         assert json.loads((run / "status.json").read_text())["state"] == "finished"
