@@ -189,11 +189,14 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """A run that is stopped first saves the state at the end of its last step."""
+        """A run that is stopped first saves the state at the end of its last step; one that fails on all ranks first
+        ends a save that is under way."""
         if isinstance(error, Stopped):
             self._is_stopping = True
             self.save()
             self.finish()
+        elif isinstance(error, LockstepError) and error.together:
+            self.wait()
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Notes the state at the end of a step, which `save` writes; whether a checkpoint is due now.

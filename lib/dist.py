@@ -74,7 +74,7 @@ class World:
             error = caught
         if self.size == 1:
             if error is not None:
-                raise error
+                raise error.on_all_ranks()
             return result
         raised = self.gather(None if error is None else (type(error), str(error)))
         failed = [(rank, *entry) for rank, entry in enumerate(raised) if entry is not None]
@@ -83,7 +83,8 @@ class World:
         rank, kind, text = failed[0]
         same = len({entry[2] for entry in failed}) == 1
         everywhere = len(failed) == self.size and same
-        raise kind(text if everywhere else f"{text} (on rank {rank}; {len(failed)} of {self.size} ranks failed)")
+        where = "" if everywhere else f" (on rank {rank}; {len(failed)} of {self.size} ranks failed)"
+        raise kind(text + where).on_all_ranks()
 
     def on_rank_0(self, action: Callable[[], Any]) -> Any:
         """Rank 0's result of the action, on every rank; if it raises a LockstepError there, every rank raises it.
@@ -98,7 +99,7 @@ class World:
                 raised = error
         result, raised = self.gather((result, raised))[0]
         if raised is not None:
-            raise raised
+            raise raised.on_all_ranks()
         return result
 
     def _reduce(self, tensor: Tensor, op: Any) -> Tensor:

@@ -5,7 +5,7 @@ that is not one of these classes is a bug of ours (exit code 1) and keeps its tr
 """
 
 import errno
-from typing import Any
+from typing import Any, Self
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What an OSError says where there is no room: on the disk, in a quota, below a limit on file sizes."""
@@ -15,6 +15,13 @@ class LockstepError(Exception):
     """A failure with a message for people: shown as one line, without a traceback unless --debug is given."""
 
     code = 1
+    together = False
+    """Whether every rank is known to raise it at the same place, so that collectives are possible afterwards."""
+
+    def on_all_ranks(self) -> Self:
+        """The same error, raised by every rank: `raise UserError(...).on_all_ranks()`."""
+        self.together = True
+        return self
 
 
 class UserError(LockstepError):

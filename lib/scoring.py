@@ -170,7 +170,7 @@ def check_error_rate(
             f"{'the built-in graders' if cfg.path is None else '--reward.path ' + cfg.path}; {count} times: {text}; "
             f"expected at most {cfg.max_error_rate:.1%}; mend the function, or raise --reward.timeout-s or "
             "--reward.max-error-rate"
-        )
+        ).on_all_ranks()
     return {
         "reward/num_errors": float(errors),
         "reward/num_timeouts": float(timeouts),

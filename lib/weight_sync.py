@@ -252,7 +252,7 @@ def check_log_probs_diff(differences: Mapping[str, float], *, limit: float) -> N
         raise WeightSyncError(
             f"the trainer gave log-probs that are not finite; {nonfinite:.0f} sampled tokens; expected finite ones; it "
             "computes NaN or infinity: try --model.dtype float32, and look for overflow in the model's weights"
-        )
+        ).on_all_ranks()
     if not differences.get("training/rollout_probs_diff_valid"):
         return  # nothing to compare: no log-probs, or no response with a score
     mean = differences["training/rollout_log_probs_diff/mean"]
@@ -264,4 +264,4 @@ def check_log_probs_diff(differences: Mapping[str, float], *, limit: float) -> N
             "this order: a temperature or penalty that only one side applies; attention or rotary settings that "
             "differ between the two implementations of this model; low precision (try --model.dtype float32); if "
             "none of these, raise the limit"
-        )
+        ).on_all_ranks()

@@ -4,7 +4,8 @@
 
 trains as `train_grpo.py OPTION...` would, on responses that are functions of their prompt's uid, and writes OUT on rank
 0: {"uids": by step, "losses": by step, "weights": ...}. With `full=STEP:RANK` that rank may write no large file at that
-step's save, as on a full disk; with `poor=RANK` that one gets no large block of memory for asynchronous saves.
+step's save, as on a full disk; with `poor=RANK` that one gets no large block of memory for asynchronous saves; with
+`broken=STEP:RANK` that one's reward function fails after that step's update.
 """
 
 import resource
@@ -22,6 +23,7 @@ from lib.checkpoint import Checkpointer, Progress, Trained
 from lib.config import parse_args, reporting_errors, to_json
 from lib.data import Prompts, PromptStream
 from lib.dist import init_distributed, shutdown_distributed
+from lib.errors import RewardError
 from lib.fsdp import iter_full_tensors, load_policy, offload, onload
 from lib.kl import KLController, KLRewardConfig
 from lib.model_files import check_model_files
@@ -91,8 +93,13 @@ def end_step_without_memory(checkpointer, step, values):
     return is_due
 
 
-def train(cfg, world, *, full=None, poor=None, validate=lambda step: {}, before_save=lambda step: None):
-    """{"uids", "losses", "weights"} of the steps that were trained here; `full` is (step, rank), `poor` a rank."""
+def fail(is_broken):
+    if is_broken:
+        raise RewardError("the reward function failed; a test; found nothing; mend it")
+
+
+def train(cfg, world, *, full=None, poor=None, broken=None, validate=lambda step: {}, before_save=lambda step: None):
+    """{"uids", "losses", "weights"} of the steps that were trained here; `full`, `broken`: (step, rank)."""
     files = check_model_files(cfg.model.path, max_prompt_len=16, max_response_len=16)
     prompts = PromptStream(make_prompts(), seed=cfg.seed)
     resume = find_resume(cfg, world)
@@ -135,6 +142,7 @@ def train(cfg, world, *, full=None, poor=None, validate=lambda step: {}, before_
                 found["losses"][step], _ = optimizer_step(policy, optimizer, clip_grad=0.5)
             offload(cfg.fsdp, policy)
             gate.set()
+            world.agree(lambda step=step: fail(broken == (step, world.rank)))
             found["uids"][step] = sorted({group[0].sample.uid for of_rank in world.gather(groups) for group in of_rank})
             progress.constant_groups.append(1 / (3 + step))
             values = {"x": found["losses"][step], **validate(step)}
@@ -170,12 +178,15 @@ def config(path, *words):
 
 
 def main(path, out, *words):
-    full = next((tuple(map(int, word[5:].split(":"))) for word in words if word.startswith("full=")), None)
+    full, broken = (
+        next((tuple(map(int, word[len(name) :].split(":"))) for word in words if word.startswith(name)), None)
+        for name in ("full=", "broken=")
+    )
     poor = next((int(word[5:]) for word in words if word.startswith("poor=")), None)
     with reporting_errors():
-        cfg = config(path, *(word for word in words if not word.startswith(("full=", "poor="))))
+        cfg = config(path, *(word for word in words if not word.startswith(("full=", "poor=", "broken="))))
         world = init_distributed()
-        found = train(cfg, world, full=full, poor=poor)
+        found = train(cfg, world, full=full, poor=poor, broken=broken)
         if world.rank == 0:
             torch.save(found, out)
         shutdown_distributed()

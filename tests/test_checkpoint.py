@@ -229,3 +229,13 @@ def test_a_rank_without_memory_for_a_copy_makes_all_wait_for_saves_and_ends_no_r
     assert done.stdout.count("warning: training waits for checkpoints from here on; --checkpoint.async-save; ") == 1
     assert "GB of host memory refused (on rank 1)" in done.stdout and "(training waited" not in done.stdout
     assert steps(run) == [2, 4] and read_status(run)["state"] == "finished"
+
+
+def test_a_run_that_fails_on_all_ranks_first_ends_the_save_that_is_under_way(model, tmp_path):
+    run = tmp_path / "run"
+    words = ("--run-dir", run, "--num-steps", 6, *KEEP_ALL, "--checkpoint.async-save", "True", "broken=3:1")
+    done = torchrun(2, "-m", "tests.checkpoint_worker", *map(str, (model, tmp_path / "out.pt", *words)))
+    assert done.returncode != 0 and "error[4] the reward function failed" in done.stderr, done.stderr[-3000:]
+    assert steps(run) == [2] and not list(run.glob(".tmp-*"))
+    status = read_status(run)
+    assert (status["state"], status["resumable"]) == ("failed", True)
