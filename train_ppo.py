@@ -120,8 +120,8 @@ def train(cfg: PPOConfig) -> None:
         last_row=resume.last_row, resumable=resume.in_place and resume.path is not None,
     )  # fmt: skip
     sources = data_sources(cfg, train_set.rows, val_set.rows)
-    reward_log = run.dir / "logs" / f"rewards_{world.rank}.log"
-    with run, stopper, closing(Scorer(cfg.reward, sources, log_path=reward_log)) as scorer, ExitStack() as stack:
+    scoring = dict(reward_keys=cfg.advantage.reward_keys, log_path=run.dir / "logs" / f"rewards_{world.rank}.log")
+    with run, stopper, closing(Scorer(cfg.reward, sources, **scoring)) as scorer, ExitStack() as stack:
         run.say(describe(cfg, world, model_files, train_set, val_set, num_steps=num_steps))
         ends = ", ".join(f"{tokenizer.decode([stop_id])!r} ({stop_id})" for stop_id in stop_ids)
         notes = (f"responses end at {ends}", reward_note, *files.warnings, *train_set.warnings, *val_set.warnings)

@@ -5,7 +5,6 @@ decides (lib/step_rows.py), so an advantage is the same to the bit however the r
 leave all statistics.
 """
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -110,14 +109,14 @@ class GDPOAdvantage(GroupAdvantage):
     """The weight of each of them; none: 1 each."""
 
     def __post_init__(self) -> None:
-        num_keys, weights = len(set(self.reward_keys)), self.reward_weights
+        num_keys, weights = len(set(self.reward_keys) - {""}), self.reward_weights
         check_fields(
             self,
             "advantage.",
             reward_keys=(num_keys == len(self.reward_keys) > 0, "at least one name, and none twice"),
             reward_weights=(
-                len(weights) in (0, num_keys) and all(map(math.isfinite, weights)),
-                f"{num_keys} finite numbers, one for each of --advantage.reward-keys, or none",
+                not weights or (len(weights) == num_keys and 0 < sum(map(abs, weights)) < 1e9),
+                f"{num_keys} numbers below 1e9, not all 0, one for each of --advantage.reward-keys, or none",
             ),
         )
 

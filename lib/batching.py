@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lib.dist import World
 from lib.errors import WeightSyncError
-from lib.groups import number_of
 from lib.types import Batch, Rollout
 
 LINEAR_COST = 24576  # a token costs as much as attention over this many: 12 x hidden size, for a hidden size of 2,048
@@ -55,13 +54,10 @@ def make_batch(
     `rollouts` are the scored ones that this rank has (none on the ranks that only lend a replica their GPU);
     mini_batch_size counts the responses of all ranks (any number where no rank has one); reward_keys are the
     advantage's. Executed by all ranks together: lengths are gathered, every rank makes the same plan, and token ids and
-    log-probs go straight to the rank that trains on them. Raises UserError where the reward function did not return a
-    number for each of reward_keys, WeightSyncError where the engine's log-probs are no finite numbers.
+    log-probs go straight to the rank that trains on them. Raises WeightSyncError where the engine's log-probs are no
+    finite numbers.
     """
-    described = world.agree(
-        lambda: [_describe(rollout, world.rank, place, reward_keys) for place, rollout in enumerate(rollouts)]
-    )
-    gathered = world.gather(described)
+    gathered = world.gather([_describe(it, world.rank, place, reward_keys) for place, it in enumerate(rollouts)])
     rows = sorted(row for of_rank in gathered for row in of_rank)
     assert len({(row.uid, row.index) for row in rows}) == len(rows), "a response occurs twice"
     costs = [row.total_len * (LINEAR_COST + row.total_len) for row in rows]
@@ -215,6 +211,7 @@ def _describe(rollout: Rollout, rank: int, place: int, reward_keys: Sequence[str
     assert score is not None, "rollouts are scored before they are batched"
     assert score.score is None or math.isfinite(score.score), f"score {score.score}"
     assert log_probs is None or len(log_probs) == len(rollout.response_ids), "one log-prob per response token"
+    numbers = score.extras | {"score": score.score}
     return _Row(
         uid=rollout.sample.uid,
         index=rollout.index,
@@ -224,7 +221,7 @@ def _describe(rollout: Rollout, rank: int, place: int, reward_keys: Sequence[str
         response_len=len(rollout.response_ids),
         truncated=rollout.finish_reason == "length",
         score=score.score,
-        named_rewards=tuple(number_of(rollout, key, "--advantage.reward-keys") or 0.0 for key in reward_keys),
+        named_rewards=tuple(0.0 if score.score is None else float(numbers[key]) for key in reward_keys),
         has_log_probs=log_probs is not None,
         greedy_score=rollout.greedy_score,
         num_stale=rollout.num_stale,

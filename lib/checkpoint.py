@@ -176,7 +176,7 @@ class Checkpointer:
         self.longest_save_s = 0.0
         """From the start of a save until its checkpoint was whole; 0: none so far."""
         self._last = time.monotonic()
-        self._is_stopping = False
+        self._is_ending = False
         self._saving: _Save | None = None
         self._problem: str | None = None  # why the last save failed
         # A new thread's GPU is the first one, whichever is this rank's.
@@ -192,10 +192,11 @@ class Checkpointer:
         """A run that is stopped first saves the state at the end of its last step; one that fails on all ranks first
         ends a save that is under way."""
         if isinstance(error, Stopped):
-            self._is_stopping = True
+            self._is_ending = True
             self.save()
             self.finish()
         elif isinstance(error, LockstepError) and error.together:
+            self._is_ending = True
             self.wait()
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> bool:
@@ -387,7 +388,7 @@ class Checkpointer:
 
     def _warn(self, step: int, problem: str) -> None:
         self._problem = problem
-        goes_on = "" if self._is_stopping or self._step == self.num_steps else ", and training goes on"
+        goes_on = "" if self._is_ending or self._step == self.num_steps else ", and training goes on"
         self.run.say(f"warning: no checkpoint at step {step}{goes_on}: {problem}")
 
 

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -342,7 +342,8 @@ def only_writer(output: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is locked: another one may have the next file of this name
+        with suppress(OSError):
+            path.unlink()  # while it is locked: another one may have the next file of this name
         file.close()
 
 

@@ -73,25 +73,19 @@ def metric_values(group: Sequence[Rollout], metric: str) -> list[float | None]:
 
     Raises UserError when the reward function did not return the metric, or returned a text; not on all ranks alike.
     """
-    values = [number_of(rollout, metric, "--filter-groups.metric") for rollout in group]
-    return [None if value is None or not math.isfinite(value) else value for value in values]
-
-
-def number_of(rollout: Rollout, name: str, flag: str) -> float | None:
-    """A number that the reward function returned for a response, `score` or one beside it; None where it failed.
-
-    Raises UserError when there is none of that name, or a text; `flag` is the option that asks for it.
-    """
-    assert rollout.score is not None, "rollouts are scored before their numbers are read"
-    score, extras = rollout.score.score, rollout.score.extras
-    value = score if name == "score" or score is None else extras.get(name, "nothing of that name")
-    if isinstance(value, str):
-        numbers = ["score", *(other for other, number in extras.items() if not isinstance(number, str))]
-        raise UserError(
-            f"the reward function returns no number {name!r}; {flag}; found {value!r:.80}, expected one of "
-            f"{', '.join(numbers)}; change one of the two"
-        )
-    return None if value is None else float(value)
+    values: list[float | None] = []
+    for rollout in group:
+        assert rollout.score is not None, "rollouts are scored before they are judged"
+        score, extras = rollout.score.score, rollout.score.extras
+        value = score if metric == "score" or score is None else extras.get(metric, "nothing of that name")
+        if isinstance(value, str):
+            numbers = ["score", *(name for name, number in extras.items() if not isinstance(number, str))]
+            raise UserError(
+                f"the reward function returns no number {metric!r}; --filter-groups.metric; found {value!r:.80}, "
+                f"expected one of {', '.join(numbers)}; change one of the two"
+            )
+        values.append(None if value is None or not math.isfinite(value) else float(value))
+    return values
 
 
 def judge(values: Sequence[float | None], cfg: GroupFilterConfig) -> Verdict:

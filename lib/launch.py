@@ -173,6 +173,8 @@ def describe(
         if cfg.rollout.partial_share < 1
         else ""
     )
+    unused = cfg.loss_scale_factor is not None and cfg.agg_mode != "seq-mean-token-sum-norm"
+    scale = f"\nloss         --loss-scale-factor does nothing: {cfg.agg_mode} does not divide by it" if unused else ""
     kl = kl_in_words(cfg.kl_loss_coef, cfg.kl_loss_type, cfg.kl_reward)
     kl = f"\nkl           {kl}" if kl else ""
     return (
@@ -181,5 +183,5 @@ def describe(
         f"data         {len(train_set)} training prompts{dropped}{shortened}, longest {train_set.longest} tokens; "
         f"{len(val_set)} validation prompts\n{ladder}\n"
         f"correction   {cfg.correction.in_words(log_probs=cfg.rollout.log_probs)}"
-        f"{kl}{filtering}{partial}"
+        f"{scale}{kl}{filtering}{partial}"
     )

@@ -177,7 +177,7 @@ def data_metrics(batch: Batch, metrics: Metrics, *, max_prompt_len: int) -> None
 def advantage_metrics(batch: Batch, metrics: Metrics) -> None:
     """Adds critic/rewards, critic/advantages, critic/returns, with a critic its values, and how many rows train.
 
-    Also reward/constant_group_ratio, of the rewards that train. Executed by all ranks together, after the advantages
+    Also reward/constant_group_ratio, of all rewards that train. Executed by all ranks together, after the advantages
     are known (a group may be spread over ranks).
     """
     rewards = response_rewards(batch)  # (B,)
@@ -189,10 +189,11 @@ def advantage_metrics(batch: Batch, metrics: Metrics) -> None:
         metrics.add_stats("critic/values", batch.values[batch.response_mask])
         explained = explained_variance(batch.values, batch.returns, batch.response_mask, metrics.world)
         metrics.set("critic/vf_explained_var", explained)
-    groups: dict[int, set[float]] = defaultdict(set)
-    rows = list(zip(batch.uids.tolist(), rewards.tolist(), batch.valid.tolist(), strict=True))
-    for uid, score, valid in (row for of_rank in metrics.world.gather(rows) for row in of_rank):
-        groups[uid].update([score] if valid else [])
+    groups: dict[int, set[tuple[float, ...]]] = defaultdict(set)
+    trains = rewards[:, None] if batch.named_rewards is None else torch.column_stack((rewards, batch.named_rewards))
+    rows = list(zip(batch.uids.tolist(), map(tuple, trains.tolist()), batch.valid.tolist(), strict=True))
+    for uid, numbers, valid in (row for of_rank in metrics.world.gather(rows) for row in of_rank):
+        groups[uid].update([numbers] if valid else [])
     constant = sum(len(different) < 2 for different in groups.values())
     metrics.set("reward/constant_group_ratio", constant / len(groups) if groups else math.nan)
 

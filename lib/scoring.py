@@ -190,15 +190,23 @@ def error_counts(rollouts: Sequence[Rollout]) -> dict[str, int]:
 class Scorer:
     """Scores responses in `cfg.num_workers` processes while the caller goes on generating.
 
-    `data_sources`: all that will be submitted. What the functions print goes to `log_path`, else nowhere. Results do
-    not depend on the number of workers. Raises UserError for an unknown data source or a missing reward file.
+    `data_sources`: all that will be submitted. A response that lacks a number for one of `reward_keys` has failed. What
+    the functions print goes to `log_path`, else nowhere. Results do not depend on the number of workers. Raises
+    UserError for an unknown data source or a missing reward file.
     """
 
-    def __init__(self, cfg: RewardConfig, data_sources: Set[str], *, log_path: Path | None = None) -> None:
+    def __init__(
+        self,
+        cfg: RewardConfig,
+        data_sources: Set[str],
+        *,
+        reward_keys: Sequence[str] = (),
+        log_path: Path | None = None,
+    ) -> None:
         self.start_error: str | None = None
         """Why workers did not start, a four-part message; once none is left, every response gets it as its error."""
         self.warnings: list[str] = []
-        self._cfg = cfg
+        self._cfg, self._reward_keys = cfg, reward_keys
         self._spec = frame(pickle.dumps(_worker_spec(cfg, data_sources, log_path)))
         self._rollouts: list[Rollout] = []  # by job number
         self._scores: dict[int, Score] = {}  # by job number
@@ -341,7 +349,7 @@ class Scorer:
                 return
             worker.started, worker.deadline, self.warnings = True, math.inf, message["warnings"]
         elif message.get("job") == worker.job:
-            self._finish(message.pop("job"), Score(**message))
+            self._finish(message.pop("job"), _with_all(self._reward_keys, Score(**message)))
             worker.job, worker.deadline = None, math.inf
 
     def _expire(self) -> None:
@@ -377,6 +385,14 @@ class Scorer:
     def _seconds_to_deadline(self) -> float | None:
         deadline = min((worker.deadline for worker in self._workers), default=math.inf)
         return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+
+
+def _with_all(reward_keys: Sequence[str], score: Score) -> Score:
+    for key in reward_keys:
+        if key != "score" and score.score is not None and isinstance(score.extras.get(key, ""), str):
+            error = f"returned no finite number {key!r}, which --advantage.reward-keys asks for"
+            return replace(score, score=None, error=error)
+    return score
 
 
 def _worker_spec(cfg: RewardConfig, data_sources: Set[str], log_path: Path | None) -> dict[str, Any]:

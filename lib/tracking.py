@@ -245,7 +245,7 @@ class Run:
 
     def _start(self, config: Mapping[str, Any], last_row: int | None) -> None:
         self._write_status()  # first, since a folder without it is nobody's run
-        (self.dir / ROOM).write_bytes(bytes(ROOM_BYTES))
+        (self.dir / ROOM).write_bytes(os.urandom(ROOM_BYTES))  # zeros might take no room
         for name in ("samples", "tensorboard"):
             (self.dir / name).mkdir(exist_ok=True)
         (self.dir / "config.json").write_text(to_json(config, indent=2) + "\n", encoding="utf-8")

@@ -155,11 +155,6 @@ class TrainConfig:
                 "a correction compares with the engine's log-probs, and there are none; --correction; found "
                 "--rollout.log-probs False, expected True; leave it out, or give --correction none"
             )
-        if self.loss_scale_factor is not None and self.agg_mode != "seq-mean-token-sum-norm":
-            raise UserError(
-                f"--loss-scale-factor {self.loss_scale_factor} would do nothing; --loss-agg-mode; found "
-                f"{self.agg_mode}, expected seq-mean-token-sum-norm, which divides by it; leave out one of the two"
-            )
         longest = self.data.max_prompt_len + self.rollout.max_response_len
         if self.max_tokens_per_gpu < longest:
             raise UserError(

@@ -126,6 +126,7 @@ def train(cfg, world, *, full=None, poor=None, broken=None, validate=lambda step
             models={"actor": Trained(model=policy, optimizer=optimizer, folder=files.folder)}, resumed=resume.path,
             trainer=resume.trainer,
         ))  # fmt: skip
+        stack.callback(gate.set)  # whatever happens: else the process would not end
         for step in range(resume.step + 1, cfg.num_steps + 1):
             groups = next_groups(collector, prompts, cfg, world)
             batch = make_batch([r for group in groups for r in group], world, mini_batch_size=cfg.mini_batch_size)

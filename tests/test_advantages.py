@@ -305,8 +305,11 @@ def test_gdpo_tells_apart_what_a_sum_of_rewards_makes_equal():
     [
         ((), (), "reward-keys is out of range; .*at least one name"),
         (("acc", "acc"), (), "reward-keys is out of range; .*none twice"),
-        (("acc", "format"), (1.0,), "reward-weights is out of range; .*expected 2 finite numbers"),
-        (("acc",), (math.nan,), "reward-weights is out of range; .*expected 1 finite numbers"),
+        (("acc", "format"), (1.0,), "reward-weights is out of range; .*expected 2 numbers"),
+        (("acc",), (math.nan,), "reward-weights is out of range; .*expected 1 numbers"),
+        (("acc",), (0.0,), "reward-weights is out of range; .*not all 0"),
+        (("acc",), (1e300,), "reward-weights is out of range; .*below 1e9"),
+        (("",), (), "reward-keys is out of range; .*at least one name"),
     ],
 )
 def test_gdpo_refuses_rewards_without_a_name_or_a_weight(keys, weights, rule):

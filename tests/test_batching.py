@@ -28,7 +28,7 @@ from lib.batching import (
     partition_by_cost,
 )
 from lib.dist import SINGLE, World
-from lib.errors import UserError, WeightSyncError
+from lib.errors import WeightSyncError
 from lib.losses import ClipLoss
 from lib.types import Batch, Rollout, Sample, Score
 from tests.ranks import LIMIT_S
@@ -145,9 +145,6 @@ def report(world):
         )
         for uid in range(2)
     ]
-    unnamed = [replace(it, score=Score(score=1.0, extras={"acc": 1.0})) if it.sample.uid == 20 else it for it in mine]
-    with pytest.raises(UserError) as lacking:
-        make_batch(unnamed, world, mini_batch_size=MINI_BATCH_SIZE, reward_keys=("format",))
     overflown = [
         replace(it, rollout_log_probs=[math.nan, *it.rollout_log_probs[1:]]) if it.sample.uid == 21 else it
         for it in mine
@@ -160,7 +157,6 @@ def report(world):
         "losses": losses,
         "yielded": yielded,
         "balance": balance_stats(batch, world),
-        "lacking": str(lacking.value),
         "not_finite": str(not_finite.value),
         "some_lack_log_probs": make_batch(bare, world, mini_batch_size=2).rollout_log_probs,
         "uneven": [(rows.tolist(), vars(it)) for rows, it in micro_batch_rows(ragged_batch([10] * uneven), 10, world)],
@@ -203,14 +199,6 @@ def test_named_rewards_go_with_their_response_and_are_0_without_a_score(reports)
             assert torch.equal(found[:, 1], batch["scores"])
             found[:, 1] = 0
             torch.testing.assert_close(found, torch.tensor(expected).view(-1, 3))
-
-
-def test_a_reward_function_that_leaves_a_named_reward_out_ends_the_step_on_all_ranks(reports):
-    for of_ranks in reports.values():
-        text = of_ranks[0]["lacking"]
-        assert "returns no number 'format'; --advantage.reward-keys; found 'nothing of that name'" in text
-        assert "expected one of score, acc; change" in text
-        assert {report["lacking"] for report in of_ranks} == {text}
 
 
 def test_log_probs_of_the_engine_that_are_no_numbers_end_the_step_on_all_ranks(reports):

@@ -239,3 +239,6 @@ def test_a_run_that_fails_on_all_ranks_first_ends_the_save_that_is_under_way(mod
     assert steps(run) == [2] and not list(run.glob(".tmp-*"))
     status = read_status(run)
     assert (status["state"], status["resumable"]) == ("failed", True)
+    words = (*words, "--run-dir", tmp_path / "full", "full=2:1")
+    done = torchrun(2, "-m", "tests.checkpoint_worker", *map(str, (model, tmp_path / "out.pt", *words)))
+    assert "warning: no checkpoint at step 2: no space" in done.stdout and "training goes on" not in done.stdout

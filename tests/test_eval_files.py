@@ -21,7 +21,7 @@ from lib.parquet import read_rows
 from lib.rollout import RolloutConfig
 from lib.scoring import RewardConfig
 from lib.train_config import TrainConfig
-from tests.ranks import ROOT
+from tests.ranks import LIMIT_S, ROOT
 from tests.tiny import make_questions
 
 DATA, ROLLOUT = EvalDataConfig(max_prompt_len=24), RolloutConfig(max_response_len=12)
@@ -183,7 +183,7 @@ class Scoring:
         self.words = [
             sys.executable, "eval.py", "--score-only", "--data.files", str(folder / "in.parquet"),
             "--output", str(folder / "out" / "out.parquet"), "--reward.path", str(folder / f"{name}.py"),
-            "--reward.timeout-s", "200", "--reward.num-workers", "1",
+            "--reward.timeout-s", str(LIMIT_S), "--reward.num-workers", "1",
         ]  # fmt: skip
         self.process = subprocess.Popen(self.words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
@@ -195,7 +195,7 @@ class Scoring:
         self.process.communicate()
 
     def until_it_waits(self):
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + LIMIT_S
         while not self.here.exists():
             assert self.process.poll() is None and time.monotonic() < deadline, self.process.stderr.read()
             time.sleep(0.01)
@@ -204,7 +204,7 @@ class Scoring:
     def go(self):
         """Lets it end: its exit code and its error."""
         self._go.touch()
-        error = self.process.communicate(timeout=100)[1]
+        error = self.process.communicate(timeout=LIMIT_S)[1]
         return self.process.returncode, error
 
 

@@ -82,8 +82,6 @@ def test_a_knob_out_of_range_is_refused_with_its_flag_value_and_rule(name, field
 
 def test_the_constant_of_a_norm_is_the_longest_response_unless_another_is_given():
     assert parse_args(GRPOConfig(), ["--rollout.max-response-len", "300"]).loss_scale == 300
-    with pytest.raises(UserError, match="would do nothing; --loss-agg-mode; found token-mean"):
-        parse_args(GRPOConfig(), ["--loss-scale-factor", "120.5"])
     assert (
         parse_args(
             GRPOConfig(), ["--loss-agg-mode", "seq-mean-token-sum-norm", "--loss-scale-factor", "120.5"]

@@ -227,6 +227,15 @@ def test_a_group_without_any_score_has_no_signal():
     assert metrics.reduce()["reward/constant_group_ratio"] == 0.5
 
 
+def test_a_group_has_a_signal_in_any_of_the_rewards_that_train():
+    batch = make_batch([1, 1, 2, 2], [1.0] * 4, prompt_lens=[1] * 4, response_lens=[1] * 4)
+    metrics = Metrics(SINGLE)
+    advantage_metrics(
+        batch.with_(named_rewards=torch.tensor([[1.0, 0.5], [1.0, 0.0], [1.0, 0.5], [1.0, 0.5]])), metrics
+    )
+    assert metrics.reduce()["reward/constant_group_ratio"] == 0.5
+
+
 def test_constant_rewards_are_reported_after_three_steps_in_a_row_only():
     assert constant_reward_warning([1.0, 1.0]) is None
     assert constant_reward_warning([1.0, 1.0, 0.99]) is None

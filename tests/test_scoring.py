@@ -123,6 +123,19 @@ def test_kwargs_choose_the_flexible_gsm8k_grader():
     assert score_all(cfg, ["so 7", "#### 8"], source="openai/gsm8k") == read
 
 
+def test_a_response_without_a_number_that_the_advantage_asks_for_has_failed(tmp_path):
+    lens = "{'4': 4, 'nan': float('nan'), 'text': 'long', 'yes': True, 'far': 1e39}"
+    path = write(tmp_path, f"return {{'score': 1, **({{'len': {lens}[solution_str]}} if solution_str else {{}})}}")
+    texts = ["4", "nan", "text", "yes", "far", ""]
+    with closing(Scorer(RewardConfig(path=path), {"mine"}, reward_keys=("score", "len"))) as scorer:
+        for i, text in enumerate(texts):
+            scorer.submit(make_rollout(i), text)
+        scores = [rollout.score for rollout in scorer.collect()]
+    assert [score.score for score in scores] == [1.0, None, None, 1.0, None, None]
+    errors = {score.error for score in scores if score.score is None}
+    assert errors == {"returned no finite number 'len', which --advantage.reward-keys asks for"}
+
+
 @pytest.mark.parametrize(
     ("expression", "expected"),
     [

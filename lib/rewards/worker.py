@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 MODULE = "reward_file"  # name under which the user's file is imported; not __main__, so a recipe does not start a run
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 LOG_LIMIT = 4 * 1024**2  # bytes of prints kept per worker process
+MOST = 3.4e38  # what float32 holds
 MAX_TEXT = 10_000  # characters kept of a string that a reward function returns
 PR_SET_PDEATHSIG = 1
 
@@ -295,7 +296,7 @@ def _read_number(value: Any) -> float | None:
         number = float("nan") if isinstance(value, str | bytes | bytearray) else float(value)
     except Exception:  # each library has its own for a value that is no single number
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= MOST:  # also when NaN
         raise ValueError(f"returned {_shorten(repr(value), 80)} ({type(value).__name__}), expected a finite number")
     return number
 
