@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,22 @@ class Job:
             assert time.monotonic() < deadline, f"nothing came of it:\n{self.stdout[-2000:]}{self.stderr[-4000:]}"
             time.sleep(0.02)
         return value
+
+
+def save_of_rank(rank: int, compute: Callable[[Any], Any], size: int, folder: Path) -> None:
+    """For `mp.start_processes`: saves what the World's rank computes as SIZE_RANK.pt, met with the others by Gloo."""
+    import torch
+
+    from lib.dist import World
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size,
+        timeout=timedelta(seconds=LIMIT_S),
+    )  # fmt: skip
+    world = World(rank=rank, size=size, device=torch.device("cpu"))
+    torch.save(compute(world), f"{folder}/{size}_{rank}.pt")
+    torch.distributed.destroy_process_group()
 
 
 def free_port() -> str:

@@ -1,14 +1,12 @@
 """Every advantage on 1, 2 and 3 real processes, groups torn apart between them."""
 
-from datetime import timedelta
 
 import torch
-import torch.distributed as torch_dist
 import torch.multiprocessing as mp
 
-from lib.dist import SINGLE, World
+from lib.dist import SINGLE
 from lib.types import Batch
-from tests.ranks import LIMIT_S
+from tests.ranks import save_of_rank
 from tests.test_advantages import VARIANTS, random_step
 
 
@@ -33,23 +31,10 @@ def results_of(world):
     return results
 
 
-def run_rank(rank, size, folder):
-    torch.set_num_threads(1)
-    torch_dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store{size}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=LIMIT_S),
-    )
-    world = World(rank=rank, size=size, device=torch.device("cpu"))
-    torch.save(results_of(world), f"{folder}/{size}_{rank}.pt")
-    torch_dist.destroy_process_group()
-
-
 def test_advantages_are_the_same_to_the_bit_on_1_2_and_3_ranks(tmp_path):
     launched = [
-        mp.start_processes(run_rank, (size, tmp_path), size, join=False, start_method="spawn") for size in (2, 3)
+        mp.start_processes(save_of_rank, (results_of, size, tmp_path), size, join=False, start_method="spawn")
+        for size in (2, 3)
     ]
     alone = results_of(SINGLE)
     for size, context in zip((2, 3), launched, strict=True):

@@ -4,13 +4,11 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
-from datetime import timedelta
 from itertools import pairwise, product
 from typing import get_args
 
 import pytest
 import torch
-import torch.distributed as torch_dist
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,11 +25,11 @@ from lib.batching import (
     pack_by_budget,
     partition_by_cost,
 )
-from lib.dist import SINGLE, World
+from lib.dist import SINGLE
 from lib.errors import WeightSyncError
 from lib.losses import ClipLoss
 from lib.types import Batch, Rollout, Sample, Score
-from tests.ranks import LIMIT_S
+from tests.ranks import save_of_rank
 
 MINI_BATCH_SIZE = 7  # 22 responses: mini-batches of 7, 7, 7 and 1, fewer than there are ranks
 BUDGET = 60
@@ -163,25 +161,14 @@ def report(world):
     }
 
 
-def run_rank(rank, size, folder):
-    torch.set_num_threads(1)
-    torch_dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store{size}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=LIMIT_S),
-    )
-    world = World(rank=rank, size=size, device=torch.device("cpu"))
-    torch.save(report(world), f"{folder}/{size}_{rank}.pt")
-    torch_dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
     """The reports of all ranks, by the size of the world."""
     folder = tmp_path_factory.mktemp("ranks")
-    launched = [mp.start_processes(run_rank, (size, folder), size, join=False, start_method="spawn") for size in (2, 3)]
+    launched = [
+        mp.start_processes(save_of_rank, (report, size, folder), size, join=False, start_method="spawn")
+        for size in (2, 3)
+    ]
     result = {1: [report(SINGLE)]}
     for size, context in zip((2, 3), launched, strict=True):
         while not context.join():

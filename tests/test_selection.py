@@ -1,17 +1,15 @@
 """Tokens chosen over the whole mini-batch: the same ones however the rows lie on ranks, and those of a slow loop."""
 
 import math
-from datetime import timedelta
 from fractions import Fraction
 
 import pytest
 import torch
-import torch.distributed as torch_dist
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.dist import SINGLE, World
+from lib.dist import SINGLE
 from lib.losses import ClipCovLoss, KLCovLoss
 from lib.selection import (
     best_candidates,
@@ -23,7 +21,7 @@ from lib.selection import (
     token_sums,
 )
 from lib.types import Batch
-from tests.ranks import LIMIT_S
+from tests.ranks import save_of_rank
 from tests.test_losses import batch_of
 
 BETWEEN = (-0.2, 1.5)
@@ -189,21 +187,13 @@ def share(rank):
     return step_batch(seed=5).rows(torch.tensor([r for r in reversed(range(9)) if (r * 5 + r // 2) % 2 == rank]))
 
 
-def run_rank(rank, size, folder):
-    torch.set_num_threads(1)
-    torch_dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=LIMIT_S)
-    )
-    world = World(rank=rank, size=size, device=torch.device("cpu"))
-    part = share(rank)
-    results = [vars(loss.prepare(part, world)) for loss in LOSSES]
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch_dist.destroy_process_group()
+def selected(world):
+    return [vars(loss.prepare(share(world.rank), world)) for loss in LOSSES]
 
 
 def test_two_processes_select_what_one_does(tmp_path):
-    mp.start_processes(run_rank, (2, tmp_path), 2, start_method="spawn")
-    reports = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    mp.start_processes(save_of_rank, (selected, 2, tmp_path), 2, start_method="spawn")
+    reports = [torch.load(tmp_path / f"2_{rank}.pt", weights_only=False) for rank in range(2)]
     whole = step_batch(seed=5)
     for which, loss in enumerate(LOSSES):
         parts = [Batch(**report[which]) for report in reports]
