@@ -1,6 +1,5 @@
 """Every advantage on 1, 2 and 3 real processes, groups torn apart between them."""
 
-
 import torch
 import torch.multiprocessing as mp
 
