@@ -7,6 +7,7 @@ to bottom; every line of `main` runs on all ranks unless it says otherwise.
     torchrun --nproc_per_node=8 -m recipes.NAME --optim.lr 2e-6            # a recipe: defaults for one experiment
 """
 
+import gc
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 
@@ -283,6 +284,8 @@ def train(cfg: GRPOConfig) -> None:
                                        reward=cfg.reward, world=world, run=run, stopper=stopper, step=step)  # fmt: skip
                     engine.sleep()
             run.log(step, values)
+            if step == resume.step + 1:
+                gc.freeze()  # what the first step compiled stays: the collector need not search it in every step
             constant_groups.append(values["reward/constant_group_ratio"])
             if cfg.advantage.needs_group and (warning := constant_reward_warning(constant_groups)):
                 run.say(f"warning: {warning}")
