@@ -68,8 +68,7 @@ def short_cuts(engine: Any) -> Iterator[None]:
 
     With hundreds of sequences in flight their Python sets the pace, not the GPU: 16 to 19 us a token in the scheduler
     alone, 2 to 3 here. Results are the same, tested against an engine without short cuts. Only for models whose layers
-    all attend to the whole sequence, and without stop strings, for which every token becomes text at once; a no-op
-    otherwise.
+    all attend to the whole sequence; a no-op for others.
     """
     from vllm.v1.engine.logprobs import LogprobsProcessor
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -77,12 +76,13 @@ def short_cuts(engine: Any) -> Iterator[None]:
     scheduler = engine.engine_core.engine_core.scheduler
     groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec if len(groups) == 1 else None
-    special = (scheduler.connector, scheduler.lora_config, scheduler.num_lookahead_tokens, engine.renderer.tokenizer)
+    special = (scheduler.connector, scheduler.lora_config, scheduler.num_lookahead_tokens)
     if type(spec) is not FullAttentionSpec or spec.sliding_window or any(special):
         yield
         return
     assert "schedule" not in vars(scheduler), "two calls of generate at once"
-    decoder = _Decoder(scheduler, spec.block_size)
+    # With stop strings every token becomes text at once.
+    decoder = _Decoder(scheduler, spec.block_size, tells_at_once=engine.renderer.tokenizer is not None)
     file_log_probs = LogprobsProcessor._update_sample_logprobs
     try:
         scheduler.schedule, scheduler.update_from_output = decoder.schedule, decoder.update_from_output
@@ -137,17 +137,18 @@ class _Decoder:
     A request that decodes needs one more token, a KV block now and then, and an end; those that do are kept from
     vLLM's methods, which see all others: prompts, preempted requests, and tokens that may be a response's last. The
     scheduler's and the requests' state is at all times what vLLM's methods would have left, so they can take over at
-    any step, as they do when KV blocks run out. Only the output processor is told at a response's end, not earlier.
+    any step, as they do when KV blocks run out. Only the output processor is told later, at a response's end, unless
+    `tells_at_once`.
     """
 
-    def __init__(self, scheduler: Any, block_size: int) -> None:
+    def __init__(self, scheduler: Any, block_size: int, *, tells_at_once: bool = False) -> None:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.request import RequestStatus
 
         self.scheduler, self.block_size = scheduler, block_size
         self.plain_schedule, self.plain_update = scheduler.schedule, scheduler.update_from_output
         self.runs_ahead = isinstance(scheduler, AsyncScheduler)  # a step is scheduled before the last one's tokens
-        self.running = RequestStatus.RUNNING
+        self.running, self.tells_at_once = RequestStatus.RUNNING, tells_at_once
         self.decoding: dict[str, _Decoding] = {}
 
     def schedule(self, *arguments: Any) -> Any:
@@ -206,6 +207,8 @@ class _Decoder:
 
     def update_from_output(self, scheduled: Any, result: Any) -> Any:
         """Takes the tokens of a step that has run; what vLLM's output processor is told of them."""
+        from vllm.v1.engine import EngineCoreOutputs
+
         if hasattr(scheduled, "decoding"):
             scheduled = self._take(scheduled, result)
         told = self.plain_update(scheduled, result)
@@ -215,6 +218,8 @@ class _Decoder:
                     self.decoding[output.request_id].tell(output)
                     if output.finish_reason is not None:
                         del self.decoding[output.request_id]
+        if self.tells_at_once:
+            told.setdefault(0, EngineCoreOutputs()).outputs.extend(self.untold())
         return told
 
     def _take(self, scheduled: Any, result: Any) -> Any:

@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy
 import torch
@@ -115,7 +116,8 @@ def main(path, out, tp_size):
     manager = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
     calls, allocate = [], manager.allocate_slots
     type(manager).allocate_slots = lambda self, *a, **k: (calls.append(1), allocate(*a, **k))[1]
-    for name, patches in {"short cuts": lib.rollout.short_cuts, "plain": lambda _: nullcontext()}.items():
+    usual_patches = lib.rollout.short_cuts
+    for name, patches in {"short cuts": usual_patches, "plain": lambda _: nullcontext()}.items():
         lib.rollout.short_cuts = patches
         calls.clear()
         engine.sleep()  # drops cached prefixes
@@ -153,6 +155,20 @@ def main(path, out, tp_size):
     optimizer_step(policy, optimizer, clip_grad=1.0)
     weight_sync.copy()  # from and to the places of the first copy
     found["after a third sync"] = stops(weight_sync.verify)
+
+    # Stop strings: every token becomes text at once.
+    with_text = RolloutEngine(
+        replace(cfg, stop=("b", "xy")), path, dtype="float32", max_prompt_len=8, most_responses=30, stop_token_ids=[3],
+        world=world, seed=5,
+    )  # fmt: skip
+    stopped = []
+    for patches in (usual_patches, lambda _: nullcontext()):
+        lib.rollout.short_cuts = patches
+        with_text.sleep()
+        rollouts = generate(with_text, SAMPLES, world, max_response_len=240)
+        stopped.append([*summary(rollouts), [r.rollout_log_probs for r in rollouts]])
+    found["short cuts change nothing with stop strings"] = stopped[0] == stopped[1]
+    found["stopped by strings"] = sum(ends == "stop" and ids[-1] != 3 for _, _, ids, ends in stopped[0][:-1])
 
     # One layer left unsynced: as if the loader had skipped it.
     with torch.no_grad():

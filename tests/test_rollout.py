@@ -7,7 +7,7 @@ import pytest
 from lib.errors import UserError
 from lib.rollout import RolloutConfig, request_seed
 from tests.ranks import torchrun
-from tests.tiny import make_model
+from tests.tiny import make_model, make_tokenizer
 
 LAYOUTS = {"1 rank": (1, 1), "2 ranks": (2, 1), "tensor parallel 2": (2, 2)}
 
@@ -19,7 +19,9 @@ def found(tmp_path_factory):
     results = {}
     for name, (num_ranks, tp_size) in LAYOUTS.items():
         # All that layouts differ in: untied head, grouped-query attention, a vocabulary that is no multiple of 64.
-        path = make_model(folder / "model", tied=False) if not results else folder / "model"
+        path = folder / "model"
+        if not results:
+            make_tokenizer(make_model(path, tied=False))
         out = folder / f"{num_ranks}{tp_size}.json"
         done = torchrun(num_ranks, "-m", "tests.rollout_worker", str(path), str(out), str(tp_size))
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -55,6 +57,12 @@ def test_short_cuts_in_the_scheduler_change_nothing(found, layout):
     assert found[layout]["longest"] > found[layout]["block size"]
     assert found[layout]["short cuts change nothing"]
     assert found[layout]["short cuts: allocations"] < 0.2 * found[layout]["plain: allocations"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_short_cuts_change_nothing_where_every_token_becomes_text(found, layout):
+    assert found[layout]["short cuts change nothing with stop strings"]
+    assert found[layout]["stopped by strings"] > 10
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
