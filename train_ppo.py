@@ -361,6 +361,7 @@ def train(cfg: PPOConfig) -> None:
                     engine.sleep()
             run.log(step, values)
             if step == resume.step + 1:
+                gc.collect()
                 gc.freeze()  # what the first step compiled stays: the collector need not search it in every step
             constant_groups.append(values["reward/constant_group_ratio"])
             if cfg.advantage.needs_group and (warning := constant_reward_warning(constant_groups)):

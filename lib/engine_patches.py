@@ -138,7 +138,7 @@ class _Decoder:
     vLLM's methods, which see all others: prompts, preempted requests, and tokens that may be a response's last. The
     scheduler's and the requests' state is at all times what vLLM's methods would have left, so they can take over at
     any step, as they do when KV blocks run out. Only the output processor is told later, at a response's end, unless
-    `tells_at_once`.
+    `tells_at_once`. No request may outlive it: what is left is told by `untold`, and aborted.
     """
 
     def __init__(self, scheduler: Any, block_size: int, *, tells_at_once: bool = False) -> None:
@@ -154,25 +154,32 @@ class _Decoder:
     def schedule(self, *arguments: Any) -> Any:
         """A step: one token for every request that decodes, and what vLLM schedules beside them."""
         scheduler, manager = self.scheduler, self.scheduler.kv_cache_manager
-        before, now, others, places, at_border = scheduler.running, [], [], [], []
+        before, now, others, places, at_border, of_others = scheduler.running, [], [], [], [], 0
         for request in before:
             place, ahead = request.num_computed_tokens, request.num_output_placeholders
-            if request.is_prefill_chunk or len(request._all_token_ids) + ahead - place != 1:
+            num_new = len(request._all_token_ids) + ahead - place
+            if request.is_prefill_chunk or num_new != 1:
                 others.append(request)
+                of_others += 1 + num_new // self.block_size  # KV blocks that it may take, at most
                 continue
             one = self.decoding.get(request.request_id)
             if one is None:
                 one = self.decoding[request.request_id] = _Decoding(request, scheduler.max_model_len)
             if place + 2 - ahead >= one.limit:  # the last token, or beyond it
                 others.append(request)
+                of_others += place % self.block_size == 0
                 continue
             if place % self.block_size == 0:
                 at_border.append(len(now))
             now.append(one)
             places.append(place)
-        if not now or len(at_border) > manager.block_pool.get_num_free_blocks():
-            return self.plain_schedule(*arguments)  # which preempts
+        if not now or len(at_border) + of_others > manager.block_pool.get_num_free_blocks():
+            return self.plain_schedule(*arguments)  # which preempts, and whom it would
 
+        if not self.runs_ahead:  # else `allocate_slots` does it
+            for one, place in zip(now, places, strict=True):
+                if (place + 1) % self.block_size == 0:
+                    manager.cache_blocks(one.request, place + 1)  # a block that this step fills
         new_blocks: list[Any] = [None] * len(now)
         for index in at_border:
             new_blocks[index] = manager.allocate_slots(now[index].request, 1).get_block_ids(allow_none=True)
@@ -184,9 +191,8 @@ class _Decoder:
         finally:
             scheduler.max_num_running_reqs += len(now)
             scheduler.max_num_scheduled_tokens += len(now)
-            preempted = set(others).difference(scheduler.running)
-            admitted = scheduler.running[len(others) - len(preempted) :]
-            scheduler.running = [request for request in before if request not in preempted] + admitted
+            assert scheduler.running[: len(others)] == others, "preempted although there are blocks"
+            scheduler.running = before + scheduler.running[len(others) :]
 
         num_sampled = []
         for one in now:
@@ -224,7 +230,6 @@ class _Decoder:
 
     def _take(self, scheduled: Any, result: Any) -> Any:
         """Appends the tokens of those that go on; the step as scheduled for all others."""
-        manager, block_size = self.scheduler.kv_cache_manager, self.block_size
         rows, sampled, running, ahead = result.req_id_to_index, result.sampled_token_ids, self.running, self.runs_ahead
         log_probs = None if result.logprobs is None else result.logprobs.logprobs[:, 0].tolist()
         others = dict(scheduled.not_decoding)
@@ -239,11 +244,8 @@ class _Decoder:
             request._output_token_ids.append(token)
             request.num_in_flight_tokens -= 1
             request.num_output_placeholders -= ahead
-            in_block = length % block_size
-            if in_block == 0:
+            if length % self.block_size == 0:
                 request.update_block_hashes()
-            if in_block == ahead:  # a block is full
-                manager.cache_blocks(request, length - ahead)
             one.tokens.append(token)
             if log_probs is not None:
                 one.log_probs.append(log_probs[row])

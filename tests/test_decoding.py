@@ -9,37 +9,39 @@ import pytest
 from tests.ranks import LIMIT_S, ROOT
 from tests.tiny import make_model
 
+NUM_SEEDS = 40
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """{case: what came out without and with short cuts}."""
     folder = tmp_path_factory.mktemp("decoding")
     make_model(folder / "model")
-    command = [sys.executable, "-m", "tests.decoding_worker", str(folder / "model"), str(folder / "out.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    words = [str(folder / "model"), str(folder / "out.json"), str(NUM_SEEDS)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.decoding_worker", *words], cwd=ROOT, capture_output=True, text=True,
+        timeout=LIMIT_S,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads((folder / "out.json").read_text())
 
 
-def test_short_cuts_send_the_same_steps_and_end_in_the_same_state(found):
-    assert len(found) == 24
+def test_short_cuts_send_the_same_steps_and_leave_the_same_state_after_each(found):
+    assert len(found) == 2 * NUM_SEEDS
     for case, (plain, short) in found.items():
         for name in plain.keys() - {"calls"}:
             assert short[name] == plain[name], (case, name)
 
 
-def test_what_was_sampled_is_told_at_a_responses_end_or_when_asked(found):
-    for case, (plain, short) in found.items():
-        assert len(plain["tokens"]) > 25 and max(map(len, plain["tokens"].values())) > 50, case
-        # A first token, the rest with the last one, and what goes on or was preempted in between.
-        most = 2 * len(short["tokens"]) + len(short["states"]) + 12 * (1 + short["preempted"])
-        assert short["calls"] <= most < plain["calls"], case
+def test_what_was_sampled_is_mostly_told_at_a_responses_end(found):
+    plain, short = (sum(both[place]["calls"] for both in found.values()) for place in (0, 1))
+    assert short < plain / 4  # vLLM tells of every token
 
 
 def test_the_cases_preempt_stop_and_go_on(found):
-    ended = [short["ends"] for _, short in found.values()]
-    assert {end for ends in ended for end, _ in ends.values()} == {"stop", "length"}
-    assert {reason for ends in ended for _, reason in ends.values()} >= {3, 5, None}
+    ends = [end for _, short in found.values() for end, _ in short["ends"].values()]
+    reasons = [reason for _, short in found.values() for _, reason in short["ends"].values()]
+    assert min(ends.count("stop"), ends.count("length"), reasons.count(3), reasons.count(5)) > 10
     for ahead in ("ahead False", "ahead True"):
-        assert any(short["preempted"] > 5 for case, (_, short) in found.items() if case.startswith(ahead))
-        assert any(len(short["states"]) > 5 for case, (_, short) in found.items() if case.startswith(ahead))
+        cases = [short for case, (_, short) in found.items() if case.endswith(ahead)]
+        assert sum(short["preempted"] for short in cases) > 20 and sum(short["aborted"] for short in cases) > 100
