@@ -359,7 +359,7 @@ class RolloutEngine:
         stop = self._agreeing(stop)
         try:
             with restored_host_state(), short_cuts(self._engine):
-                gc.disable()
+                gc.disable()  # sampling leaves no cycles, and a search takes as long as many of its steps
                 while self._engine.has_unfinished_requests() and not enough():
                     if stop():
                         raise Stopped("while responses were being sampled")
