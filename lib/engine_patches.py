@@ -138,7 +138,7 @@ class _Decoder:
     vLLM's methods, which see all others: prompts, preempted requests, and tokens that may be a response's last. The
     scheduler's and the requests' state is at all times what vLLM's methods would have left, so they can take over at
     any step, as they do when KV blocks run out. Only the output processor is told later, at a response's end, unless
-    `tells_at_once`. No request may outlive it: what is left is told by `untold`, and aborted.
+    `tells_at_once`.
     """
 
     def __init__(self, scheduler: Any, block_size: int, *, tells_at_once: bool = False) -> None:
@@ -237,7 +237,8 @@ class _Decoder:
             request, row = one.request, rows[one.name]
             token, ids = sampled[row][0], request._all_token_ids
             length = len(ids) + 1
-            if request.status is not running or token == one.eos or token in one.stops or length >= one.limit:
+            is_ours = request.status is running and self.decoding.get(one.name) is one  # not of an earlier call
+            if not is_ours or token == one.eos or token in one.stops or length >= one.limit:
                 others[one.name] = 1
                 continue
             ids.append(token)
@@ -305,7 +306,7 @@ def build_llm(
     """vLLM with random weights, for a RolloutConfig. `run_name` is equal on all ranks, and of this run alone."""
     from vllm import LLM
 
-    gc.freeze()  # vLLM collects garbage by hand eight times on its way: let it not search all that was imported
+    gc.freeze()  # vLLM collects garbage by hand several times on its way: not in all that was imported
     # From 8 on eight sizes to each power of two: a fraction of vLLM's own list, whose capture is much of its start-up,
     # while at most an eighth of a batch is padding.
     largest = min(cfg.max_cudagraph_capture_size, max_num_seqs)

@@ -3,6 +3,7 @@
 torchrun --nproc_per_node=N -m tests.rollout_worker MODEL OUT TP_SIZE
 """
 
+import gc
 import json
 import random
 import sys
@@ -36,7 +37,7 @@ def host_state():
     return (
         random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist(),
         torch.get_num_threads(), torch.get_float32_matmul_precision(), str(torch.get_default_dtype()),
-        torch.set_num_threads.__name__,
+        torch.set_num_threads.__name__, gc.isenabled(),
     )  # fmt: skip
 
 
