@@ -1,6 +1,7 @@
 """Packed attention behind transformers' attention interface: sequences lie end to end and never see each other.
 
-In bfloat16 on a GPU torch's variable-length flash attention, which knows no other precision; else one call a sequence.
+In bfloat16 on a GPU cuDNN's kernels (Hopper) or torch's variable-length flash attention, which know no other precision;
+else one call a sequence.
 """
 
 import inspect
@@ -10,14 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lib.cudnn_attention import attend_by_cudnn, has_cudnn
+
 PACKED = "lockstep_packed"
 """The name under which transformers knows this attention."""
+_has_cudnn = False  # a plain value, which the compiler of a layer can read
 
 
 def register_packed_attention() -> None:
     """Makes PACKED available as `attn_implementation`. Without an entry in the mask registry no mask is ever built."""
     from transformers import AttentionInterface
 
+    global _has_cudnn
+    _has_cudnn = has_cudnn()
     AttentionInterface.register(PACKED, packed_attention)
 
 
@@ -28,13 +34,16 @@ def packed_attention(
     """Causal attention within each packed sequence.
 
     query (1, heads, N, d), key and value (1, kv_heads, N, d); cu_seq_lens_q (S + 1,) int32 holds the S sequences'
-    borders, for sequences of 3 and 2 tokens [0, 3, 5]; gives (1, N, heads, d). The remaining keywords are what
-    transformers passes to every attention and packing does not need.
+    borders, for sequences of 3 and 2 tokens [0, 3, 5], the last sequences may be empty; gives (1, N, heads, d). The
+    remaining keywords are what transformers passes to every attention and packing does not need.
     """
     assert attention_mask is None, "packed attention isolates sequences by their borders, not by a mask"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # (tokens to the left, to the right)
-    attend = _attend_varlen if q.is_cuda and q.dtype == torch.bfloat16 else _attend_each
+    on_gpu = q.is_cuda and q.dtype == torch.bfloat16
+    if on_gpu and _has_cudnn and sliding_window is None and q.shape[2] <= 128 and q.shape[2] % 8 == 0:
+        return attend_by_cudnn(q, k, v, cu_seq_lens_q, max_length_q, scaling).unsqueeze(0), None
+    attend = _attend_varlen if on_gpu else _attend_each
     return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, window).unsqueeze(0), None  # (1, N, heads, d)
 
 
@@ -56,6 +65,8 @@ def _attend_each(
     borders = cu_seq_lens.tolist()
     outputs = []
     for start, end in pairwise(borders):
+        if start == end:
+            continue
         one = [x[start:end].transpose(0, 1) for x in (q, k, v)]  # (heads, len, d)
         mask = None
         if 0 <= window[0] < end - start - 1:

@@ -15,16 +15,19 @@ import numpy
 import torch
 from torch import nn
 
+FULL_WAVES = 8
+"""A GPU's processors are busy to the end without splits where there are this many sequences and heads for each."""
+
 
 class TokenIds(list):
     """Token ids in which vLLM looks up every sampled token: as fast for hundreds of them as for one."""
 
     def __init__(self, ids: Iterable[int]) -> None:
         super().__init__(ids)
-        self._set = frozenset(self)
+        self.as_set = frozenset(self)
 
     def __contains__(self, token_id: object) -> bool:
-        return token_id in self._set
+        return token_id in self.as_set
 
     def __deepcopy__(self, memo: Any) -> "TokenIds":  # for every request; nobody changes it
         return self
@@ -108,7 +111,8 @@ class _Decoding:
         self.request, self.name = request, request.request_id
         self.limit = min(request.num_prompt_tokens + request.max_tokens, max_model_len)  # tokens at which it ends
         self.eos = request.sampling_params.eos_token_id
-        self.stops = request.sampling_params.stop_token_ids or ()
+        stops = request.sampling_params.stop_token_ids or ()  # some versions of vLLM make a plain list of ours
+        self.stops = stops.as_set if isinstance(stops, TokenIds) else frozenset(stops)
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
 
@@ -266,6 +270,69 @@ class _Decoder:
         return outputs
 
 
+def split_less() -> None:
+    """Keeps vLLM from splitting every sequence's attention where sequences alone fill the GPU.
+
+    In a CUDA graph its kernel always gets 32 places for parts of a sequence and a second kernel that sums them: worth
+    it for few sequences, 8 % of the attention of 512. Engines that are built from now on; the graph of a number of
+    sequences is captured and replayed with the same answer.
+    """
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+    if hasattr(FlashAttentionMetadataBuilder, "plain_build"):
+        return  # for an earlier engine
+    plain = FlashAttentionMetadataBuilder.build
+    num_processors = torch.cuda.get_device_properties().multi_processor_count
+
+    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, *rest: Any, **named: Any) -> Any:
+        most = self.max_num_splits
+        if common_attn_metadata.num_reqs * self.num_heads_kv >= FULL_WAVES * num_processors:
+            self.max_num_splits = min(most, 1)  # 0 is vLLM's own choice, without graphs
+        try:
+            return plain(self, common_prefix_len, common_attn_metadata, *rest, **named)
+        finally:
+            self.max_num_splits = most
+
+    FlashAttentionMetadataBuilder.plain_build, FlashAttentionMetadataBuilder.build = plain, build
+
+
+@contextmanager
+def one_pass_sampling() -> Iterator[None]:
+    """Samples on a GPU with lib/gumbel.py: other random numbers than vLLM's, the same distribution, the same log-probs.
+
+    For what this project asks: the log-prob of the sampled token and no other, and no rank.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    import vllm.v1.worker.gpu.sample.sampler as sampler
+    from vllm.v1.outputs import LogprobsTensors
+
+    from lib.gumbel import race
+
+    plain = sampler.gumbel_sample, sampler.compute_topk_scores
+    latest: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def sample(
+        logits: Any, requests: Any, temperatures: Any, seeds: Any, positions: Any, apply_temperature: bool, **_: Any
+    ) -> Any:
+        nonlocal latest
+        assert not apply_temperature
+        latest = race(logits, requests, seeds, positions, temperatures)
+        return latest[0]
+
+    def log_probs(logits: Any, num_others: int, sampled: Any, *_: Any, **__: Any) -> Any:
+        assert latest is not None and sampled is latest[0] and num_others == 0, "log-probs of other tokens"
+        unknown = torch.zeros_like(sampled)
+        return LogprobsTensors(sampled[:, None], latest[1][:, None], unknown)
+
+    try:
+        sampler.gumbel_sample, sampler.compute_topk_scores = sample, log_probs
+        yield
+    finally:
+        sampler.gumbel_sample, sampler.compute_topk_scores = plain
+
+
 def unfinished_requests(engine: Any) -> list[tuple[str, list[int], Any]]:
     """(name, sampled ids, their log-probs) of the requests for one response each that have not ended."""
     states = engine.output_processor.request_states.values()
@@ -335,6 +402,7 @@ def build_llm(
         disable_cascade_attn=True,  # its log-probs differ from the trainer's on some GPUs
     )
     if on_gpu:
+        split_less()
         arguments["gpu_memory_utilization"] = cfg.gpu_memory_utilization
         if not cfg.enforce_eager:
             arguments["compilation_config"] = compilation

@@ -15,6 +15,7 @@ from lib.ops import Statistic
 from lib.types import Batch
 
 CPU = torch.device("cpu")
+SEQUENCES = 16
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Packed:
 
     input_ids: Tensor  # (1, N) int64
     position_ids: Tensor  # (1, N) int64, restarting at 0 in every sequence
-    cu_seq_lens: Tensor  # (b + 1,) int32, the sequences' borders
+    cu_seq_lens: Tensor  # (S + 1,) int32, the sequences' borders; S is b rounded up, by empty sequences at the end
     max_len: int
     positions: Tensor  # (M,) int64, where in the packed row each chosen token is predicted
     labels: Tensor  # (M,) int64, the chosen tokens
@@ -34,7 +35,7 @@ def pack(batch: Batch, device: torch.device = CPU) -> Packed:
     """The batch's sequences end to end, and where its response tokens are predicted; from the CPU to `device`.
 
     A prompt [5, 6] with response [7, 8] and a prompt [9] with response [4] give
-        input_ids    [5, 6, 7, 8, 9, 4]      position_ids [0, 1, 2, 3, 0, 1]      cu_seq_lens [0, 4, 6]
+        input_ids    [5, 6, 7, 8, 9, 4]      position_ids [0, 1, 2, 3, 0, 1]      cu_seq_lens [0, 4, 6, 6, ...]
         positions    [1, 2, 4]               labels       [7, 8, 4]               places ([0, 0, 1], [0, 1, 0])
     The token at position p + 1 is predicted at p, so the first response token is predicted at the prompt's last.
     """
@@ -48,12 +49,17 @@ def pack(batch: Batch, device: torch.device = CPU) -> Packed:
     return Packed(
         input_ids=move(batch.input_ids[real].unsqueeze(0)),
         position_ids=move(columns.expand_as(real)[real].unsqueeze(0)),
-        cu_seq_lens=move(borders.to(torch.int32)),
+        cu_seq_lens=move(_rounded_up(borders).to(torch.int32)),
         max_len=int(lens.max()),
         positions=move(borders[rows] + targets - 1),
         labels=move(batch.input_ids[rows, targets]),
         places=(move(rows), move(steps)),
     )
+
+
+def _rounded_up(borders: Tensor) -> Tensor:
+    """With empty sequences up to a multiple of SEQUENCES: attention is prepared for few numbers of them."""
+    return torch.nn.functional.pad(borders, (0, -(len(borders) - 1) % SEQUENCES), value=int(borders[-1]))
 
 
 def forward_policy(

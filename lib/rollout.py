@@ -24,6 +24,7 @@ from lib.dist import TIMEOUT, World
 from lib.engine_patches import (
     TokenIds,
     build_llm,
+    one_pass_sampling,
     restored_host_state,
     set_engine_environment,
     short_cuts,
@@ -358,7 +359,7 @@ class RolloutEngine:
         # Sampling draws from the host's random state even with a seed per request.
         stop = self._agreeing(stop)
         try:
-            with restored_host_state(), short_cuts(self._engine):
+            with restored_host_state(), short_cuts(self._engine), one_pass_sampling():
                 gc.disable()  # sampling leaves no cycles, and a search takes as long as many of its steps
                 while self._engine.has_unfinished_requests() and not enough():
                     if stop():

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from lib.advantages import OptimalTokenBaselineAdvantage
 from lib.batching import make_batch
 from lib.dist import SINGLE
-from lib.forward import compute_log_probs, forward_policy, pack, with_old_log_probs
+from lib.forward import SEQUENCES, compute_log_probs, forward_policy, pack, with_old_log_probs
 from lib.model import build_policy, load_weights_
 from tests.tiny import VOCAB_SIZE, make_model, make_rollouts
 
@@ -86,7 +86,7 @@ def test_pack_restarts_positions_and_points_one_token_before_each_response_token
     assert packed.labels.tolist() == labels
     lens = [len(r.sample.prompt_ids) + len(r.response_ids) for r in rollouts]
     assert packed.position_ids[0].tolist() == [p for length in lens for p in range(length)]
-    assert packed.cu_seq_lens.tolist() == [0, lens[0], lens[0] + lens[1]]
+    assert packed.cu_seq_lens.tolist() == [0, lens[0], *[lens[0] + lens[1]] * (SEQUENCES - 1)]
 
 
 @pytest.mark.parametrize("budget", [24, 40, 1000])

@@ -13,9 +13,9 @@ ORDER = [
     *("aggregation", "selection", "losses", "critic_loss", "groups", "batching", "checkpoint_files"),
     *("weight_files", "model_files", "whole_tensors", "verl_shards", "export"),
     *("schema", "parquet", "custom_dataset", "data", "rewards", "scoring", "metrics"),
-    *("kl", "correction", "attention", "host_memory", "model", "fsdp", "forward", "optim", "critic"),
-    *("console", "run_folder", "terminal", "tracking", "engine_patches", "rollout", "weight_sync", "evaluate"),
-    *("sampling", "tensor_files", "checkpoint"),
+    *("kl", "correction", "cudnn_attention", "attention", "host_memory", "model", "fsdp", "forward", "optim", "critic"),
+    *("console", "run_folder", "terminal", "tracking", "gumbel", "engine_patches", "rollout", "weight_sync"),
+    *("evaluate", "sampling", "tensor_files", "checkpoint"),
     *("train_config", "resume", "launch"),
     *("passk", "eval_files", "eval_model", "eval_scores", "eval_report"),
 ]

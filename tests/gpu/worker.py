@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import vllm
 
+import lib.engine_patches
 import lib.optim
 import lib.rollout
 from lib.advantages import GroupAdvantage
@@ -121,6 +122,7 @@ def of_the_optimizer():
 
 def of_the_engine(path, world):
     """Short cuts against vLLM's scheduler as it is, under preemption and prefix hits; both ways of syncing."""
+    lib.engine_patches.FULL_WAVES = 0.2  # from some number of sequences on no splits, as in a large batch
     vllm.LLM = partial(vllm.LLM, num_gpu_blocks_override=150)  # 40 responses of 240 tokens want 600 blocks of 16
     engine = RolloutEngine(
         RolloutConfig(max_response_len=240, max_num_batched_tokens=2048, gpu_memory_utilization=0.3), path,

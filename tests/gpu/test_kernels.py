@@ -1,0 +1,122 @@
+"""Our kernels on a GPU, against slow references in float64 on the host."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.test_gpu import relative_error
+
+pytestmark = pytest.mark.gpu
+WORD = np.uint64(2**32 - 1)
+
+
+def philox(seed, c0, c1):
+    """Four arrays of 32 random bits, counters (c0, c1, 0, 0), 7 rounds (Salmon et al. 2011, figure 2)."""
+    c0, c1, c2, c3 = c0.astype(np.uint64), np.full(len(c0), c1, np.uint64), np.uint64(0), np.uint64(0)
+    k0, k1 = np.uint64(seed) & WORD, np.uint64(seed) >> np.uint64(32)
+    for _ in range(7):
+        left, right = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        high, low = left >> np.uint64(32), left & WORD
+        c0, c1, c2, c3 = (right >> np.uint64(32)) ^ c1 ^ k0, right & WORD, high ^ c3 ^ k1, low
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & WORD, (k1 + np.uint64(0xBB67AE85)) & WORD
+    return c0, c1, c2, c3
+
+
+def expected_token(logits, seed, position, temperature, quarter):
+    """(token, all log-probs, by how much the token won its race)."""
+    places = np.arange(len(logits))
+    block, inside = np.divmod(places, 4 * quarter)
+    which, place = np.divmod(inside, quarter)
+    bits = np.stack(np.broadcast_arrays(*philox(seed, block * quarter + place, position)))[which, places]
+    exponential = -np.log1p(-(bits.astype(np.float64) + 0.5) / 2**32)
+    log_probs = logits - logits.max()
+    log_probs = log_probs - np.log(np.exp(log_probs).sum())
+    score = log_probs if temperature == 0 else log_probs - np.log(exponential)
+    second, first = np.sort(score)[-2:]
+    return int(score.argmax()), log_probs, first - second
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(151_936, torch.bfloat16), (5_003, torch.float32), (40, torch.float32)]
+)
+def test_the_race_takes_the_token_and_the_log_prob_of_the_slow_one(vocab_size, dtype):
+    from lib.gumbel import NUM_QUARTER, race
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows = torch.randn(200, vocab_size + 24, device="cuda", generator=generator).mul(3).to(dtype)
+    logits = rows[:, :vocab_size]  # rows do not lie end to end
+    logits[10:20, : vocab_size // 2] = float("-inf")  # what top-p leaves
+    logits[20:30] *= 30
+    seeds = torch.randint(0, 2**62, (150,), device="cuda", generator=generator)
+    temperatures = torch.ones(150, device="cuda")
+    temperatures[::7] = 0
+    requests = torch.randint(0, 150, (200,), device="cuda", dtype=torch.int32, generator=generator)
+    positions = torch.randint(0, 5_000, (200,), device="cuda", generator=generator)
+    tokens, log_probs = race(logits, requests, seeds, positions, temperatures)
+    assert tokens.dtype == torch.int64 and log_probs.dtype == torch.float32
+    checked = 0
+    for row, request in enumerate(requests.tolist()):
+        token, expected, lead = expected_token(
+            logits[row].double().cpu().numpy(), seeds[request].item(), positions[row].item(),
+            temperatures[request].item(), NUM_QUARTER,
+        )  # fmt: skip
+        if lead > 1e-4:
+            checked += 1
+            assert tokens[row] == token, (row, lead)
+        of_token = expected[tokens[row].item()]
+        assert abs(log_probs[row].item() - of_token) < 1e-5 * max(1, abs(of_token))
+    assert checked > 150
+    order = torch.randperm(200, device="cuda", generator=generator)
+    again = race(rows[order][:, :vocab_size], requests[order], seeds, positions[order], temperatures)
+    assert torch.equal(again[0], tokens[order]) and torch.equal(again[1], log_probs[order])
+
+
+def test_the_race_is_won_as_often_as_the_probabilities_say():
+    from lib.gumbel import race
+
+    count, places = 400_000, [3, 1500, 2500, 3999, 4500]
+    logits = torch.full((1, 5000), -8.0, device="cuda")
+    logits[0, places] = torch.tensor([2.0, 1.5, 1.0, -3.0, 3.0], device="cuda")
+    requests, ones = torch.zeros(count, dtype=torch.int32, device="cuda"), torch.ones(1, device="cuda")
+    tokens, _ = race(logits.expand(count, -1), requests, requests[:1].long() + 7, torch.arange(count).cuda(), ones)
+    expected = logits[0].double().softmax(-1)[places]
+    found = torch.stack([(tokens == place).double().mean() for place in places])
+    deviations = (found - expected) / (expected * (1 - expected) / count).sqrt()
+    print(expected.tolist(), found.tolist())
+    assert deviations.abs().max() < 4.5
+    rest = torch.bincount(tokens, minlength=5000).double()
+    rest[places] = 0
+    assert abs(rest.sum() / count / (1 - expected.sum()) - 1) < 0.05 and rest.max() < 0.002 * rest.sum()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (4, 2, 64), (6, 1, 96)])
+def test_packed_attention_by_cudnn_is_as_exact_as_torchs(heads, kv_heads, dim):
+    from lib.attention import _attend_each, _attend_varlen
+    from lib.cudnn_attention import attend_by_cudnn, has_cudnn
+
+    assert has_cudnn()
+    for lens in ([1, 700, 130, 128, 3, 64], [2_500, 90], [5]):
+        borders = torch.tensor([0, *np.cumsum([*lens, 0, 0, 0])], dtype=torch.int32, device="cuda")
+        total, longest, scale = sum(lens), max(lens), dim**-0.5
+        generator = torch.Generator("cuda").manual_seed(total)
+        sizes = ((total, heads, dim), (total, kv_heads, dim), (total, kv_heads, dim))
+        plain = [torch.randn(size, device="cuda", generator=generator).bfloat16() for size in sizes]
+        slope = torch.randn(sizes[0], device="cuda", generator=generator).bfloat16()
+        results = []
+        for dtype, attend in (
+            (torch.float64, lambda *x: _attend_each(*x[:6], (-1, 0))),
+            (torch.bfloat16, lambda *x: _attend_varlen(*x[:6], (-1, 0))),
+            (torch.bfloat16, lambda *x: attend_by_cudnn(*x)),
+            (torch.bfloat16, torch.compile(lambda *x: attend_by_cudnn(*x), fullgraph=True, dynamic=True)),
+        ):
+            inputs = [x.to(dtype).detach().requires_grad_() for x in plain]
+            out = attend(*inputs, borders, longest, scale)
+            out.backward(slope.to(dtype))
+            results.append((out.detach(), *(x.grad for x in inputs)))
+        exact, torchs, *ours = results
+        for result in ours:
+            errors = [
+                (relative_error(a, x), relative_error(b, x)) for x, a, b in zip(exact, torchs, result, strict=True)
+            ]
+            print(lens, errors)
+            assert all(of_ours < 1.1 * of_torch + 1e-4 < 0.02 for of_torch, of_ours in errors)
