@@ -15,7 +15,7 @@ from lib.cudnn_attention import attend_by_cudnn, has_cudnn
 
 PACKED = "lockstep_packed"
 """The name under which transformers knows this attention."""
-_has_cudnn = False  # a plain value, which the compiler of a layer can read
+_has_cudnn = False  # a plain value: the compiler of a layer would follow the function that finds it out
 
 
 def register_packed_attention() -> None:
@@ -35,13 +35,14 @@ def packed_attention(
 
     query (1, heads, N, d), key and value (1, kv_heads, N, d); cu_seq_lens_q (S + 1,) int32 holds the S sequences'
     borders, for sequences of 3 and 2 tokens [0, 3, 5], the last sequences may be empty; gives (1, N, heads, d). The
-    remaining keywords are what transformers passes to every attention and packing does not need.
+    remaining keywords are what transformers passes to every attention and packing does not need, and dropout, since the
+    engine samples without it.
     """
     assert attention_mask is None, "packed attention isolates sequences by their borders, not by a mask"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # (tokens to the left, to the right)
     on_gpu = q.is_cuda and q.dtype == torch.bfloat16
-    if on_gpu and _has_cudnn and sliding_window is None and q.shape[2] <= 128 and q.shape[2] % 8 == 0:
+    if on_gpu and _has_cudnn and sliding_window is None and q.shape[2] <= 128 and q.shape[2] % 16 == 0:
         return attend_by_cudnn(q, k, v, cu_seq_lens_q, max_length_q, scaling).unsqueeze(0), None
     attend = _attend_varlen if on_gpu else _attend_each
     return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, window).unsqueeze(0), None  # (1, N, heads, d)

@@ -300,7 +300,8 @@ def split_less() -> None:
 def one_pass_sampling() -> Iterator[None]:
     """Samples on a GPU with lib/gumbel.py: other random numbers than vLLM's, the same distribution, the same log-probs.
 
-    For what this project asks: the log-prob of the sampled token and no other, and no rank.
+    For what this project asks: the log-prob of the sampled token and no other, and no rank. vLLM's older model runner,
+    which it takes for some models, goes on as it is.
     """
     if not torch.cuda.is_available():
         yield
@@ -311,18 +312,22 @@ def one_pass_sampling() -> Iterator[None]:
     from lib.gumbel import race
 
     plain = sampler.gumbel_sample, sampler.compute_topk_scores
-    latest: tuple[torch.Tensor, torch.Tensor] | None = None
+    latest: tuple[torch.Tensor, torch.Tensor, int] | None = None  # tokens, log-probs, where their logits were
 
     def sample(
-        logits: Any, requests: Any, temperatures: Any, seeds: Any, positions: Any, apply_temperature: bool, **_: Any
-    ) -> Any:
+        logits: Any, requests: Any, temperatures: Any, seeds: Any, positions: Any, apply_temperature: bool,
+        use_fp64: bool = False,
+    ) -> Any:  # fmt: skip
         nonlocal latest
-        assert not apply_temperature
-        latest = race(logits, requests, seeds, positions, temperatures)
+        assert not apply_temperature and not use_fp64
+        latest = *race(logits, requests, seeds, positions, temperatures), logits.data_ptr()
         return latest[0]
 
-    def log_probs(logits: Any, num_others: int, sampled: Any, *_: Any, **__: Any) -> Any:
-        assert latest is not None and sampled is latest[0] and num_others == 0, "log-probs of other tokens"
+    def log_probs(
+        logits: Any, num_others: int, sampled: Any, *_: Any, max_per_req_token_ids: int, logits_mode: bool, **__: Any
+    ) -> Any:
+        assert latest is not None and sampled is latest[0] and logits.data_ptr() == latest[2], "other logits"
+        assert num_others == max_per_req_token_ids == logits_mode == 0, "log-probs of other tokens"
         unknown = torch.zeros_like(sampled)
         return LogprobsTensors(sampled[:, None], latest[1][:, None], unknown)
 

@@ -125,8 +125,9 @@ def update_bytes(
 
     Shards of float32 weights, gradients and (unless on the host) two moments; gathered weights and float32 gradients
     of everything or of two layers; per token what the compiled layers keep for the backward pass (inputs of the norms,
-    of the products and of attention) and a policy's logits. What policies of 0.6 to 4 B (Qwen3) took on one H200 is
-    87 to 90 % of it, on two to four 92 to 95 %; what torch's allocator reserves for it is more (EXPERIMENTS.md).
+    of the products and of attention), a policy's logits, and what cuDNN's attention works in. What policies of 0.6 to
+    4 B (Qwen3) took on one H200 is 87 to 90 % of it, on two to four 92 to 95 %; what torch's allocator reserves for it
+    is more (EXPERIMENTS.md).
     """
     config, num_layers = model.config, len(model.layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -136,7 +137,8 @@ def update_bytes(
     layer = 4 * config.hidden_size + 3 * config.intermediate_size
     layer += (3 * config.num_attention_heads + 4 * config.num_key_value_heads) * head_dim
     logits = config.vocab_size if isinstance(model, CausalPolicy) else 0
-    per_token = (num_layers * layer + logits) * dtype.itemsize
+    of_attention = 12 * config.num_attention_heads * head_dim  # float32 gradients of q, and of k and v for every head
+    per_token = (num_layers * layer + logits) * dtype.itemsize + of_attention
     of_shards = (16 if moments_on_gpu else 8) * parameters // world.size
     return of_shards + gathered * (dtype.itemsize + 4) + per_token * max_tokens_per_gpu
 

@@ -21,8 +21,8 @@ NUM_QUARTER = 1024
 
 @triton.jit
 def _exponential(bits):
-    """A random number of the exponential distribution from 32 random bits (an int32 tensor)."""
-    u = (bits.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # in (0, 1]
+    """A random number of the exponential distribution from 32 random bits."""
+    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # in (0, 1]
     # The smallest numbers decide the race: near 0 a series, since 1 - u has no room for them.
     small = u * (1 + u * (0.5 + u * (1 / 3 + u * 0.25)))
     return tl.where(u < 0.015625, small, -tl.log(1 - tl.minimum(u, 0.99999994)))
@@ -47,9 +47,10 @@ def _race_kernel(
     is_greedy = tl.load(temperature_ptr + request) == 0
     place = tl.arange(0, NUM_QUARTER)
     counter = block * NUM_QUARTER + place
+    zero = tl.zeros_like(counter)
     position = tl.load(position_ptr + row).to(tl.int32)
     bits0, bits1, bits2, bits3 = tl.philox(
-        tl.load(seed_ptr + request), counter, counter * 0 + position, counter * 0, counter * 0, n_rounds=7
+        tl.load(seed_ptr + request), counter, zero + position, zero, zero, n_rounds=7
     )
 
     first = block * 4 * NUM_QUARTER
@@ -84,13 +85,16 @@ def _race_kernel(
 @triton.jit
 def _choose_kernel(
     logits_ptr, logits_stride, best_ptr, token_ptr, largest_ptr, sum_ptr, sampled_ptr, log_prob_ptr, num_blocks,
-    MOST_BLOCKS: tl.constexpr,
+    vocab_size, MOST_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, MOST_BLOCKS)
     at, is_one = row * num_blocks + block, block < num_blocks
     winner = tl.argmax(tl.load(best_ptr + at, mask=is_one, other=float("-inf")), axis=0)
-    token = tl.load(token_ptr + row * num_blocks + winner)
+    # NaN loses every comparison, also against what is behind the last block and token: its log-prob tells, but the id
+    # must be one, since the next step looks it up before anybody reads that.
+    token = tl.load(token_ptr + row * num_blocks + tl.minimum(winner, num_blocks - 1))
+    token = tl.minimum(token, vocab_size - 1)
     largest = tl.load(largest_ptr + at, mask=is_one, other=float("-inf"))
     most = tl.max(largest, axis=0)
     total = tl.sum(tl.load(sum_ptr + at, mask=is_one, other=0.0) * tl.exp(largest - most), axis=0)
@@ -105,10 +109,12 @@ def race(
     """The sampled tokens (N,) int64 and their log-probs (N,) float32, for logits (N, V) of any precision.
 
     `logits` are divided by the temperature already. `requests` (N,) are places in `seeds` (int64) and `temperatures`;
-    temperature 0 takes the largest logit. `positions` (N,), of the row's token in its sequence: a request with another
-    position or seed draws other numbers, and the same ones wherever it stands in the batch.
+    temperature 0 takes the largest logit, up to float32's rounding of exp. `positions` (N,), of the row's token in its
+    sequence: a request with another position or seed draws other numbers, and the same ones wherever it stands in the
+    batch. A row with NaN gives NaN for the log-prob.
     """
     num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1 and requests.is_contiguous() and positions.is_contiguous()
     num_blocks = triton.cdiv(vocab_size, 4 * NUM_QUARTER)
     best, largest, total = (logits.new_empty(num_rows, num_blocks, dtype=torch.float32) for _ in range(3))
     token = logits.new_empty(num_rows, num_blocks, dtype=torch.int32)
@@ -121,6 +127,6 @@ def race(
         )  # fmt: skip
         _choose_kernel[(num_rows,)](
             logits, logits.stride(0), best, token, largest, total, sampled, log_probs, num_blocks,
-            MOST_BLOCKS=triton.next_power_of_2(num_blocks),
+            vocab_size, MOST_BLOCKS=triton.next_power_of_2(num_blocks),
         )  # fmt: skip
     return sampled, log_probs

@@ -115,6 +115,11 @@ def test_short_cuts_change_nothing_under_preemption_and_prefix_hits(engine):
     assert engine["short cuts change nothing"]
 
 
+def test_tokens_are_sampled_by_our_kernel_and_splits_are_for_few_sequences(engine):
+    assert engine["races"] > 400 and engine["vLLM's sampler is back"]
+    assert {1, 32} <= set(engine["splits"])
+
+
 def test_interrupted_responses_keep_what_they_have_and_end_later(engine):
     found = engine["partial"]
     assert found["kept"] and len(found["lengths"]) == 40 and len(set(found["lengths"])) > 15

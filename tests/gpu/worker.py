@@ -14,6 +14,7 @@ import torch
 import vllm
 
 import lib.engine_patches
+import lib.gumbel
 import lib.optim
 import lib.rollout
 from lib.advantages import GroupAdvantage
@@ -120,6 +121,18 @@ def of_the_optimizer():
     return {"same": same, "locked": optimizers[0]._memory.is_locked, "at": str(moments[0].device)}
 
 
+def count_calls(owner, name):
+    """A list that the results of a function fill from now on."""
+    function, results = getattr(owner, name), []
+
+    def counting(*arguments, **named):
+        results.append(function(*arguments, **named))
+        return results[-1]
+
+    setattr(owner, name, counting)
+    return results
+
+
 def of_the_engine(path, world):
     """Short cuts against vLLM's scheduler as it is, under preemption and prefix hits; both ways of syncing."""
     lib.engine_patches.FULL_WAVES = 0.2  # from some number of sequences on no splits, as in a large batch
@@ -151,7 +164,11 @@ def of_the_engine(path, world):
     found["scheduler"] = type(scheduler).__name__
     preempt, count = type(scheduler)._preempt_request, []
     type(scheduler)._preempt_request = lambda self, *a, **k: (count.append(1), preempt(self, *a, **k))[1]
-    results = {}
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+    from vllm.v1.worker.gpu.sample import sampler
+
+    races, builds = count_calls(lib.gumbel, "race"), count_calls(FlashAttentionMetadataBuilder, "build")
+    plain, results = sampler.gumbel_sample, {}
     for name, patches in {"short cuts": short_cuts, "plain": lambda _: nullcontext()}.items():
         lib.rollout.short_cuts = patches
         engine._llm.reset_prefix_cache()
@@ -159,6 +176,8 @@ def of_the_engine(path, world):
         rounds = [generate(engine, SAMPLES, world, n=4, max_response_len=240) for _ in range(2)]
         results[name] = [(summary(rollouts), [r.rollout_log_probs for r in rollouts]) for rollouts in rounds]
         found[f"{name}: preempted"] = len(count)
+    found["races"], found["vLLM's sampler is back"] = len(races), sampler.gumbel_sample is plain
+    found["splits"] = sorted({metadata.max_num_splits for metadata in builds})
     found["short cuts change nothing"] = results["short cuts"] == results["plain"]
     found["longest"] = max(len(ids) for _, _, ids, _ in results["plain"][0][0])
     lib.rollout.short_cuts = short_cuts
