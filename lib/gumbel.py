@@ -21,7 +21,7 @@ NUM_QUARTER = 1024
 
 @triton.jit
 def _exponential(bits):
-    """A random number of the exponential distribution from 32 random bits."""
+    """A random number of the exponential distribution from 32 random bits, to a relative error of 1e-4."""
     u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # in (0, 1]
     # The smallest numbers decide the race: near 0 a series, since 1 - u has no room for them.
     small = u * (1 + u * (0.5 + u * (1 / 3 + u * 0.25)))
