@@ -66,7 +66,7 @@ def _attend_each(
     borders = cu_seq_lens.tolist()
     outputs = []
     for start, end in pairwise(borders):
-        if start == end:
+        if start == end:  # not every kernel takes none
             continue
         one = [x[start:end].transpose(0, 1) for x in (q, k, v)]  # (heads, len, d)
         mask = None

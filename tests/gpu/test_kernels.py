@@ -191,3 +191,11 @@ def test_packed_attention_as_transformers_calls_it(sliding_window):
         errors = [relative_error(ours, exact) for exact, ours in zip(*results, strict=True)]
         print(count, sum(lens), errors)
         assert all(0 < error < 0.02 for error in errors)
+
+
+def test_cudnn_works_in_what_the_estimate_of_memory_says():
+    from lib.cudnn_attention import _plan
+
+    for num_seqs, longest in ((16, 1024), (128, 4608)):
+        _, _, size = _plan(True, 0, num_seqs, longest, 16_384, 16, 128, 8, 0.1)
+        assert 1 <= size / (12 * 16 * 128 * 16_384) < 1.01
