@@ -153,6 +153,8 @@ def train(cfg, world, *, full=None, poor=None, broken=None, validate=lambda step
             if end_step_without_memory(checkpointer, step, values) if is_poor else checkpointer.end_step(step, values):
                 limit = resource.getrlimit(resource.RLIMIT_FSIZE)
                 if full == (step, world.rank):
+                    if checkpointer._saving:
+                        checkpointer._saving.files.exception()  # the save before has room, however long it takes
                     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limit[1]))
                 gate.clear()
                 if cfg.checkpoint.async_save and not full and poor is None and step < cfg.num_steps:
