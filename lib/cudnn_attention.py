@@ -19,7 +19,7 @@ def has_cudnn() -> bool:
     try:
         import cudnn
     except ImportError:
-        warnings.warn("attention takes up to twice as long without the package nvidia-cudnn-frontend", stacklevel=2)
+        warnings.warn("training's attention is slower without the package nvidia-cudnn-frontend", stacklevel=2)
         return False
     return cudnn.backend_version() >= 90600
 
