@@ -125,6 +125,7 @@ def init_distributed() -> World:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = "0"  # any that is free: `_join` writes down which
     rank, size, local_rank = _read_launch_environment()
+    settle_elementwise()
     if ATTEMPT in os.environ and sys.platform == "linux":  # where torchrun is killed, nobody else would end its ranks
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters in its warnings is an error of ours
@@ -143,6 +144,18 @@ def init_distributed() -> World:
         device = torch.device("cpu")
         _join(rank, size, backend="gloo", device=None)
     return World(rank=rank, size=size, device=device)
+
+
+def settle_elementwise() -> None:
+    """Lets MKL choose its kernels for elementwise functions of CPU tensors while one thread alone calls them.
+
+    It chooses in a function's first call. Where several threads share that one, as in the first pass over a batch, one
+    of them may get a kernel of half the precision, once and without a word: numbers off by 1e-4
+    (https://github.com/pytorch/pytorch/issues/188792). These are the ones that decoders, losses and optimizers call.
+    """
+    for name in ("cos", "erf", "exp", "log", "sin", "sqrt", "tanh"):
+        for dtype in (torch.float32, torch.float64):
+            getattr(torch, name)(torch.ones(1, dtype=dtype))
 
 
 def shutdown_distributed() -> None:

@@ -6,12 +6,13 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
-from lib.dist import shutdown_distributed
+from lib.dist import settle_elementwise, shutdown_distributed
 
 # By itself hypothesis fails an example that takes 0.2 s, or draws that take long: on a busy machine any may. And the
 # same commit draws the same examples.
 settings.register_profile("any machine", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+settle_elementwise()  # most tests compute without joining other ranks, which does it
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored, by our children too
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
