@@ -17,6 +17,9 @@ COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 """For inductor. The option lets it fuse the two sums of a norm's backward pass whatever the number of tokens. Without
 it the graph is guarded on that number, and a small micro-batch compiles all layers again (EXPERIMENTS.md)."""
 
+BUCKET_BYTES = 2**29
+"""Whole weights gathered at once, outside passes over the model."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPConfig:
@@ -216,29 +219,43 @@ def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return local.full_tensor() if isinstance(local, DTensor) else local
 
 
-def iter_gathered(policy: CausalPolicy) -> Iterator[dict[str, Tensor]]:
-    """Whole parameters by their Hugging Face names in the compute precision: layer by layer, then the rest.
+def iter_gathered(
+    model: CausalPolicy | Critic, dtype: torch.dtype, *, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[dict[str, Tensor]]:
+    """Whole parameters by their Hugging Face names, in `dtype`: as many at a time as have `bucket_bytes`, at least one.
 
-    One gather a layer, and the next one travels while a layer is used; each is dropped when the next is asked for. A
-    collective: all ranks iterate to the end.
+    One collective a bucket: the host takes longer to gather a layer than the GPUs do. All ranks iterate to the end.
     """
-    reshard(policy)
-    prefixes = [f"model.layers.{place}." for place in range(len(policy.layers))]
-    modules = [*policy.layers, policy]
-    handle = modules[0].unshard(async_op=True)
-    for place, module in enumerate(modules):
-        following = modules[place + 1].unshard(async_op=True) if module is not policy else None
-        handle.wait()
-        if module is policy:
-            named = ((n, p) for n, p in policy.named_parameters() if not n.startswith("model.layers."))
-            yield {name: parameter.detach() for name, parameter in named}
-        else:
-            yield {prefixes[place] + name: parameter.detach() for name, parameter in module.named_parameters()}
-        module.reshard()
-        handle = following
+    reshard(model)
+    bucket: dict[str, DTensor] = {}
+    size = 0
+    for name, parameter in model.named_parameters():
+        if bucket and size + parameter.numel() * dtype.itemsize > bucket_bytes:
+            yield _gather(bucket, dtype)
+            bucket, size = {}, 0
+        bucket[name] = parameter
+        size += parameter.numel() * dtype.itemsize
+    yield _gather(bucket, dtype)
+
+
+def _gather(parameters: dict[str, DTensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The whole parameters, of shards along their first dimension: cast first, so only `dtype` travels."""
+    num_ranks = torch.distributed.get_world_size()
+    shards = [parameter.detach().to_local() for parameter in parameters.values()]
+    # Every rank holds so many rows, the last ones fewer or none: all send as many elements.
+    counts = [-(-len(p) // num_ranks) * (p.numel() // len(p)) for p in parameters.values()]
+    sent = torch.empty(sum(counts), dtype=dtype, device=shards[0].device)
+    rooms = [room[: s.numel()].view(s.shape) for room, s in zip(sent.split(counts), shards, strict=True)]
+    torch._foreach_copy_(rooms, shards)
+    received = sent.new_empty(num_ranks, len(sent))
+    torch.distributed.all_gather(list(received), sent)
+    return {
+        name: rows.reshape(-1, *p.shape[1:])[: len(p)]
+        for (name, p), rows in zip(parameters.items(), received.split(counts, dim=1), strict=True)
+    }
 
 
 def iter_full_tensors(model: CausalPolicy | Critic, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by its Hugging Face name, gathered one at a time. A collective: all ranks iterate to the end."""
-    for name, parameter in model.named_parameters():
-        yield name, full_tensor(parameter, dtype)
+    """`iter_gathered`, one parameter at a time."""
+    for parameters in iter_gathered(model, dtype):
+        yield from parameters.items()

@@ -102,6 +102,7 @@ class WeightSync:
 
     def __init__(self, policy: CausalPolicy, engine: RolloutEngine, *, fsdp: FSDPConfig) -> None:
         self.policy, self.engine, self.fsdp = policy, engine, fsdp
+        self._dtype = next(engine.model.parameters()).dtype
         self.layout = engine_layout(policy, tp_size=engine.tp_size, tp_rank=engine.tp_rank)
         # Where each Hugging Face tensor goes: its pieces, and the places in the engine that they fill. The engine's
         # addresses stay for good, so that captured graphs stay valid.
@@ -143,10 +144,11 @@ class WeightSync:
         if self._padding:
             torch._foreach_zero_(self._padding)
         if self.engine.world.size > 1:
-            for weights in iter_gathered(self.policy):
-                for source, weight in weights.items():
-                    for piece, place in self._places[source]:
-                        place.copy_(_part(piece, weight, place))
+            for weights in iter_gathered(self.policy, self._dtype):
+                targets = [(name, *target) for name in weights for target in self._places[name]]
+                if targets:  # tensor-parallel ranks may have no row of a small vocabulary
+                    parts = [_part(piece, weights[name], place) for name, piece, place in targets]
+                    torch._foreach_copy_([place for _, _, place in targets], parts)
             return
         if self._shards is None:
             reshard(self.policy)
@@ -180,8 +182,7 @@ class WeightSync:
 
         The engine's weights must be awake. `verify` finds a parameter that was not written: it holds random numbers.
         """
-        dtype = next(self.engine.model.parameters()).dtype
-        self.engine.load_weights(iter_full_tensors(self.policy, dtype))
+        self.engine.load_weights(iter_full_tensors(self.policy, self._dtype))
 
     def verify(self, names: list[str] | None = None) -> int:
         """The number of engine parameters whose bits were proved equal to the policy's; of all when names is None.
@@ -191,12 +192,11 @@ class WeightSync:
         held = self.engine.parameters()
         self.engine.world.agree(lambda: _refuse_unknown(set(held) ^ set(self.layout)))
         parameters = dict(self.policy.named_parameters())
-        dtype = next(iter(held.values())).dtype
         names = sorted(self.layout) if names is None else names
         wrong = []
         for name in names:
             pieces = self.layout[name]
-            sources = {p.source: full_tensor(parameters[p.source], dtype) for p in pieces if p.source is not None}
+            sources = {p.source: full_tensor(parameters[p.source], self._dtype) for p in pieces if p.source is not None}
             expected = torch.cat([_cut(piece, sources, held[name]) for piece in pieces], dim=pieces[0].dim)
             if expected.shape != held[name].shape or checksum(expected) != checksum(held[name]):
                 wrong.append(name)

@@ -147,6 +147,14 @@ def test_weights_after_optimizer_steps_are_invariant_to_ranks(results, layout):
         assert ours[0] == pytest.approx(single[0], rel=1e-5, nan_ok=True)
 
 
+@pytest.mark.parametrize("layout", [(1, False), (2, False), (2, True), (3, False)])
+def test_whole_weights_are_gathered_in_buckets_of_a_size(results, layout):
+    """The worker compares every bit on every rank."""
+    found = results[1][layout]["gathered in buckets"]  # a tensor each, of 40 KiB, all in one
+    assert found[0] == found[3] == 24 > found[1] > found[4] > found[2] == found[5] == 1
+    assert found[6:] == [4, 1, 1, 4, 1, 1]
+
+
 @pytest.mark.parametrize(("gradient", "taken"), [(1e-15, True), (0.0, False), (math.inf, False), (math.nan, False)])
 def test_a_step_is_taken_for_a_finite_gradient_other_than_zero(gradient, taken):
     model = nn.Linear(2, 2)

@@ -3,12 +3,14 @@
     torchrun --nproc_per_node=N -m tests.update_worker MODEL OUT
 
 writes OUT on rank 0: {"gradient/BUDGET": {name: tensor}, "CASE/BUDGET": the same of every one of CASES (not where
-activations are recomputed), "weights": {name: tensor}, "norms": [...]}.
+activations are recomputed), "weights": {name: tensor}, "norms": [...], "gathered in buckets": [number of buckets]}.
 """
 
 import sys
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lib.advantages import GroupAdvantage
 from lib.aggregation import aggregate, loss_denominator
@@ -16,7 +18,7 @@ from lib.batching import iter_micro_batches, iter_mini_batches, make_batch
 from lib.correction import Correction
 from lib.dist import init_distributed, shutdown_distributed
 from lib.forward import compute_log_probs, forward_policy
-from lib.fsdp import FSDPConfig, begin_micro_batch, iter_full_tensors, load_policy
+from lib.fsdp import FSDPConfig, begin_micro_batch, iter_full_tensors, iter_gathered, load_policy
 from lib.kl import kl_to_reference
 from lib.losses import LOSSES, ClipLoss
 from lib.metrics import Metrics
@@ -87,6 +89,27 @@ def gradients_of_cases(policy, batch, world):
     return found
 
 
+def tall_and_short(world):
+    """Sharded parameters of which the last ranks have few rows or none."""
+    model = torch.nn.Module()
+    torch.manual_seed(1)
+    for place, shape in enumerate([(1,), (4, 3), (2, 5, 2), (7,)]):
+        sharded = distribute_tensor(torch.randn(shape), init_device_mesh("cpu", (world.size,)), [Shard(0)])
+        model.register_parameter(f"p{place}", torch.nn.Parameter(sharded))
+    return model
+
+
+def gathered_in_buckets(model, dtype, bucket_bytes):
+    """How many buckets it took; an error where a name or a bit differs from DTensor's own gather, on any rank."""
+    expected = [(name, p.detach().to(dtype).full_tensor()) for name, p in model.named_parameters()]
+    buckets = list(iter_gathered(model, dtype, bucket_bytes=bucket_bytes))
+    found = [pair for bucket in buckets for pair in bucket.items()]
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    for (name, ours), (_, theirs) in zip(found, expected, strict=True):
+        assert ours.dtype == dtype and torch.equal(ours, theirs), name
+    return len(buckets)
+
+
 def main(path, out, checkpointing=False):
     world = init_distributed()
     # A static share, as if each rank were an engine: the batch must not depend on who generated what.
@@ -124,6 +147,12 @@ def main(path, out, checkpointing=False):
         same = all(torch.equal(before[name], full) for name, full in iter_full_tensors(policy, torch.float32))
         result["norms"].append((norm, taken, same))
     result["weights"] = dict(iter_full_tensors(policy, torch.float32))
+    result["gathered in buckets"] = [
+        gathered_in_buckets(model, dtype, size)
+        for model in (policy, tall_and_short(world))
+        for dtype in (torch.float32, torch.bfloat16)
+        for size in (1, 40_000, 2**30)
+    ]
     if world.rank == 0:
         torch.save(result, out)
     shutdown_distributed()
