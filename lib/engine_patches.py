@@ -66,6 +66,23 @@ def own_shared_memory(name: str) -> Iterator[None]:
 
 
 @contextmanager
+def quick_start() -> Iterator[None]:
+    """Leaves out of vLLM's start-up what serves others: a second process that imports all of vLLM to look at the
+    model's class (this one may have a GPU's context, and has), and kernels for every way of sampling, of which a run
+    uses one; another one compiles when it is first used."""
+    from vllm import SamplingParams
+    from vllm.model_executor.models import registry
+
+    plain = registry._run_in_subprocess, SamplingParams.for_sampler_warmup
+    registry._run_in_subprocess = lambda look: look()
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(seed=0, logprobs=0))
+    try:
+        yield
+    finally:
+        registry._run_in_subprocess, SamplingParams.for_sampler_warmup = plain[0], staticmethod(plain[1])
+
+
+@contextmanager
 def short_cuts(engine: Any) -> Iterator[None]:
     """Decodes with two short loops of our own instead of vLLM's scheduler and output processor.
 
@@ -411,12 +428,13 @@ def build_llm(
         arguments["gpu_memory_utilization"] = cfg.gpu_memory_utilization
         if not cfg.enforce_eager:
             arguments["compilation_config"] = compilation
-        return LLM(**arguments)
+        with quick_start():
+            return LLM(**arguments)
     arguments["kv_cache_memory_bytes"] = int(cfg.cpu_kv_cache_gib * 2**30)
     # A prompt in two parts makes vLLM take back the first one's random numbers, which a CPU's generator cannot.
     arguments["enable_chunked_prefill"] = False
     arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
-    with unpacked_cpu_weights(), own_shared_memory(run_name):
+    with quick_start(), unpacked_cpu_weights(), own_shared_memory(run_name):
         return LLM(**arguments)
 
 
