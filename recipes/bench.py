@@ -57,19 +57,19 @@ class Workload:
     mean_len: int = 0
     """Mean of geometric lengths, in tokens; 0: every response has `response_len` tokens."""
     n: int = 8
-    max_tokens_per_gpu: int = 16384
+    max_tokens_per_gpu: int = 8192
     gpu_memory_utilization: float = 0.5
     optimizer_offload: bool = False
 
 
 WORKLOADS = {
     "tiny": Workload("tiny", 4, 16, n=4, max_tokens_per_gpu=2048),
-    "P1": Workload("1.7b", 64, 512, max_tokens_per_gpu=8192),
-    "P2": Workload("0.6b", 256, 1024, mean_len=256),
-    "P3": Workload("4b", 64, 512, max_tokens_per_gpu=8192, gpu_memory_utilization=0.45),
-    "P4": Workload("0.6b", 64, 4096, gpu_memory_utilization=0.85),
-    "P5": Workload("8b", 512, 1024, mean_len=256, max_tokens_per_gpu=8192),
-    "P6": Workload("8b", 64, 512, max_tokens_per_gpu=8192, gpu_memory_utilization=0.6, optimizer_offload=True),
+    "P1": Workload("1.7b", 64, 512),
+    "P2": Workload("0.6b", 256, 1024, mean_len=256, max_tokens_per_gpu=24576),
+    "P3": Workload("4b", 64, 512, gpu_memory_utilization=0.45),
+    "P4": Workload("0.6b", 64, 4096, max_tokens_per_gpu=32768, gpu_memory_utilization=0.85),
+    "P5": Workload("8b", 512, 1024, mean_len=256),
+    "P6": Workload("8b", 64, 512, gpu_memory_utilization=0.6, optimizer_offload=True),
 }
 FIGURES = {
     "step_s_median": "seconds of a measured step, its validation and logging left out: median",
