@@ -12,7 +12,7 @@ from lib.batching import micro_batch_rows
 from lib.dist import World
 from lib.model import CausalPolicy, Critic
 from lib.ops import Statistic
-from lib.types import Batch
+from lib.types import Batch, to_device
 
 CPU = torch.device("cpu")
 SEQUENCES = 16
@@ -45,7 +45,7 @@ def pack(batch: Batch, device: torch.device = CPU) -> Packed:
     borders = torch.nn.functional.pad(lens.cumsum(0), (1, 0))  # (b + 1,)
     rows, steps = batch.response_mask.nonzero(as_tuple=True)  # (M,), (M,)
     targets = batch.prompt_lens[rows] + steps  # (M,) column of each chosen token in input_ids
-    move = partial(Tensor.to, device=device, non_blocking=True)
+    move = partial(to_device, device=device)
     return Packed(
         input_ids=move(batch.input_ids[real].unsqueeze(0)),
         position_ids=move(columns.expand_as(real)[real].unsqueeze(0)),

@@ -123,5 +123,14 @@ class Batch:
         return Batch(**picked)
 
     def to(self, device: torch.device) -> "Batch":
-        """A copy on another device."""
-        return Batch(**{k: None if v is None else v.to(device, non_blocking=True) for k, v in vars(self).items()})
+        """A copy on another device; as `to_device`."""
+        return Batch(**{k: None if v is None else to_device(v, device) for k, v in vars(self).items()})
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The CPU's tensor on a device, for which the host does not wait.
+
+    From ordinary memory CUDA copies more than 64 KiB only when the GPU comes to it, and the host stands until then.
+    """
+    source = tensor.pin_memory() if device.type == "cuda" else tensor
+    return source.to(device, non_blocking=True)

@@ -137,7 +137,7 @@ def main(cfg: BenchConfig) -> None:
     started = time.monotonic()
     world = init_distributed()
     workload = WORKLOADS[cfg.workload]
-    folder = world.gather(tempfile.mkdtemp(prefix="lockstep-bench-") if world.rank == 0 else None)[0]
+    folder = world.gather(make_folder(cfg.workload) if world.rank == 0 else None)[0]
     try:
         config = training_config(cfg, workload, folder, world)
         if world.rank == 0:
@@ -191,6 +191,17 @@ def training_config(cfg: BenchConfig, workload: Workload, folder: str, world: Wo
         checkpoint=CheckpointConfig(every_minutes=0, at_end=False),
         run_dir=f"{folder}/run",
     )
+
+
+def make_folder(workload: str) -> str:
+    """A new temporary folder; where no other run uses it, of the same name every time: vLLM finds what it has compiled
+    for a model by the model's path."""
+    folder = Path(tempfile.gettempdir()) / f"lockstep-bench-{workload}"
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        return tempfile.mkdtemp(prefix=f"{folder.name}-")
+    return str(folder)
 
 
 def write_inputs(workload: Workload, folder: str, *, num_prompts: int) -> None:

@@ -95,6 +95,7 @@ def test_one_graph_serves_all_layers_and_lengths(update):
 
 def test_nothing_in_a_micro_batch_waits_for_the_gpu(update):
     assert update["update"]["metrics"] > 5
+    assert update["update"]["ahead of the GPU"]  # nor does a copy of more than 64 KiB
 
 
 def test_moments_on_the_host_give_the_same_weights_bit_for_bit(update):

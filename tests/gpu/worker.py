@@ -96,6 +96,16 @@ def of_the_update(path, world):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     found["metrics"] = len(metrics.reduce())
+
+    large = make(300, world)
+    for _ in range(2):
+        backward(policy, large, rows=len(large), metrics=metrics)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4 * 10**9)  # about 2 s of the GPU's time
+    ended = torch.cuda.Event()
+    ended.record()
+    backward(policy, large, rows=len(large), metrics=metrics)
+    found["ahead of the GPU"] = not ended.query()
     return found
 
 
