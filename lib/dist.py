@@ -147,15 +147,13 @@ def init_distributed() -> World:
 
 
 def settle_elementwise() -> None:
-    """Lets MKL choose its kernels for elementwise functions of CPU tensors while one thread alone calls them.
+    """Lets MKL find out which processor this is while one thread alone asks.
 
-    It chooses in a function's first call. Where several threads share that one, as in the first pass over a batch, one
-    of them may get a kernel of half the precision, once and without a word: numbers off by 1e-4
-    (https://github.com/pytorch/pytorch/issues/188792). These are the ones that decoders, losses and optimizers call.
+    It does so in the process's first exp, cos, sqrt or the like of a CPU tensor. Where several threads share that call,
+    as in the first pass over a batch, one of them may compute with half the precision, once and without a word:
+    numbers off by 1e-4 (https://github.com/pytorch/pytorch/issues/188792).
     """
-    for name in ("cos", "erf", "exp", "log", "sin", "sqrt", "tanh"):
-        for dtype in (torch.float32, torch.float64):
-            getattr(torch, name)(torch.ones(1, dtype=dtype))
+    torch.ones(1).exp()
 
 
 def shutdown_distributed() -> None:

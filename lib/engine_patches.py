@@ -67,9 +67,12 @@ def own_shared_memory(name: str) -> Iterator[None]:
 
 @contextmanager
 def quick_start() -> Iterator[None]:
-    """Leaves out of vLLM's start-up what serves others: a second process that imports all of vLLM to look at the
-    model's class (this one may have a GPU's context, and has), and kernels for every way of sampling, of which a run
-    uses one; another one compiles when it is first used."""
+    """Leaves out of vLLM's start-up what serves others.
+
+    That is a second process that imports all of vLLM to look at a model's class for the first time (this process may
+    have a GPU's context, and has), and on a GPU a trial step with every way of sampling, prompt log-probs among them:
+    what a run does use compiles when it first does.
+    """
     from vllm import SamplingParams
     from vllm.model_executor.models import registry
 

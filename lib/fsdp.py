@@ -18,7 +18,7 @@ COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 it the graph is guarded on that number, and a small micro-batch compiles all layers again (EXPERIMENTS.md)."""
 
 BUCKET_BYTES = 2**29
-"""Whole weights gathered at once, outside passes over the model."""
+"""Whole weights gathered at once, outside passes over the model; up to four times as much is in use then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,10 +219,8 @@ def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return local.full_tensor() if isinstance(local, DTensor) else local
 
 
-def iter_gathered(
-    model: CausalPolicy | Critic, dtype: torch.dtype, *, bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[dict[str, Tensor]]:
-    """Whole parameters by their Hugging Face names, in `dtype`: as many at a time as have `bucket_bytes`, at least one.
+def iter_gathered(model: CausalPolicy | Critic, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+    """Whole parameters by their Hugging Face names, in `dtype`: as many at a time as have BUCKET_BYTES, at least one.
 
     One collective a bucket: the host takes longer to gather a layer than the GPUs do. All ranks iterate to the end.
     """
@@ -230,7 +228,7 @@ def iter_gathered(
     bucket: dict[str, DTensor] = {}
     size = 0
     for name, parameter in model.named_parameters():
-        if bucket and size + parameter.numel() * dtype.itemsize > bucket_bytes:
+        if bucket and size + parameter.numel() * dtype.itemsize > BUCKET_BYTES:
             yield _gather(bucket, dtype)
             bucket, size = {}, 0
         bucket[name] = parameter
@@ -249,13 +247,14 @@ def _gather(parameters: dict[str, DTensor], dtype: torch.dtype) -> dict[str, Ten
     torch._foreach_copy_(rooms, shards)
     received = sent.new_empty(num_ranks, len(sent))
     torch.distributed.all_gather(list(received), sent)
+    whole = [sent.new_empty(num_ranks, count) for count in counts]
+    torch.split_with_sizes_copy(received, counts, dim=1, out=whole)  # one kernel
     return {
-        name: rows.reshape(-1, *p.shape[1:])[: len(p)]
-        for (name, p), rows in zip(parameters.items(), received.split(counts, dim=1), strict=True)
+        name: rows.view(-1, *p.shape[1:])[: len(p)] for (name, p), rows in zip(parameters.items(), whole, strict=True)
     }
 
 
 def iter_full_tensors(model: CausalPolicy | Critic, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """`iter_gathered`, one parameter at a time."""
+    """What `iter_gathered` gives, pair by pair. All ranks iterate to the end."""
     for parameters in iter_gathered(model, dtype):
         yield from parameters.items()

@@ -5,6 +5,7 @@ torchrun --nproc_per_node=N -m tests.rollout_worker MODEL OUT TP_SIZE
 
 import gc
 import json
+import os
 import random
 import sys
 from contextlib import nullcontext
@@ -13,9 +14,11 @@ from dataclasses import replace
 import numpy
 import torch
 
+import lib.fsdp
 import lib.rollout
 from lib.batching import make_batch
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
+from lib.engine_patches import set_engine_environment
 from lib.errors import WeightSyncError
 from lib.forward import forward_policy
 from lib.fsdp import FSDPConfig, load_policy
@@ -60,8 +63,22 @@ def summary(rollouts):
     return [(r.sample.uid, r.index, r.response_ids, r.finish_reason) for r in rollouts]
 
 
+def without_a_second_process(cache):
+    """vLLM's registry, which has seen no model and cannot start a process to look at one; and SamplingParams."""
+    set_engine_environment(on_gpu=False)
+    os.environ["VLLM_CACHE_ROOT"] = cache
+    from vllm import SamplingParams
+    from vllm.model_executor.models import registry
+
+    registry._SUBPROCESS_COMMAND = ["false"]
+    return registry, SamplingParams
+
+
 def main(path, out, tp_size):
     world = init_distributed()
+    lib.fsdp.BUCKET_BYTES = 2**14  # many buckets of this model
+    registry, params = without_a_second_process(out + ".cache")
+    start_up = registry._run_in_subprocess, params.for_sampler_warmup
     random.seed(3)
     numpy.random.seed(3)
     torch.manual_seed(3)
@@ -81,6 +98,7 @@ def main(path, out, tp_size):
         seed=5,
     )
     found["host restored after building"] = host_state() == before
+    found["start-up as it was"] = start_up == (registry._run_in_subprocess, params.for_sampler_warmup)
     engine.sleep()
     policy = load_policy(ModelConfig(dtype="float32"), path, FSDPConfig(), world)
     weight_sync = WeightSync(policy, engine, fsdp=FSDPConfig())

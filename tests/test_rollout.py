@@ -31,7 +31,7 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_engine_restores_the_host_process(found, layout):
-    assert found[layout]["host restored after building"]
+    assert found[layout]["host restored after building"] and found[layout]["start-up as it was"]
     assert found[layout]["host restored after sampling"]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import lib.fsdp
 from lib.advantages import GroupAdvantage
 from lib.aggregation import aggregate, loss_denominator
 from lib.batching import iter_micro_batches, iter_mini_batches, make_batch
@@ -101,8 +102,11 @@ def tall_and_short(world):
 
 def gathered_in_buckets(model, dtype, bucket_bytes):
     """How many buckets it took; an error where a name or a bit differs from DTensor's own gather, on any rank."""
+    lib.fsdp.BUCKET_BYTES = bucket_bytes
+    buckets = list(iter_gathered(model, dtype))
     expected = [(name, p.detach().to(dtype).full_tensor()) for name, p in model.named_parameters()]
-    buckets = list(iter_gathered(model, dtype, bucket_bytes=bucket_bytes))
+    sizes = [sum(tensor.nbytes for tensor in bucket.values()) for bucket in buckets]
+    assert all(size <= bucket_bytes or len(bucket) == 1 for size, bucket in zip(sizes, buckets, strict=True))
     found = [pair for bucket in buckets for pair in bucket.items()]
     assert [name for name, _ in found] == [name for name, _ in expected]
     for (name, ours), (_, theirs) in zip(found, expected, strict=True):
@@ -127,7 +131,7 @@ def main(path, out, checkpointing=False):
     def count(module, arguments):
         result["num_forwards"] += 1
 
-    policy.layers[0].self_attn.q_proj.register_forward_pre_hook(count)
+    counter = policy.layers[0].self_attn.q_proj.register_forward_pre_hook(count)
     for budget in BUDGETS:
         for mini_batch in iter_mini_batches(batch, world, update_epochs=1):
             backward(policy, mini_batch, world, budget)
@@ -147,11 +151,13 @@ def main(path, out, checkpointing=False):
         same = all(torch.equal(before[name], full) for name, full in iter_full_tensors(policy, torch.float32))
         result["norms"].append((norm, taken, same))
     result["weights"] = dict(iter_full_tensors(policy, torch.float32))
+    counter.remove()
+    compute_log_probs(policy, batch, max_tokens_per_gpu=60, temperature=0.9, world=world)  # leaves weights gathered
     result["gathered in buckets"] = [
         gathered_in_buckets(model, dtype, size)
         for model in (policy, tall_and_short(world))
         for dtype in (torch.float32, torch.bfloat16)
-        for size in (1, 40_000, 2**30)
+        for size in (1, 40 * 2**10, 2**30)
     ]
     if world.rank == 0:
         torch.save(result, out)
