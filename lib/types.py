@@ -128,9 +128,10 @@ class Batch:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The CPU's tensor on a device, for which the host does not wait.
+    """The tensor on a device, for which the host does not wait.
 
     From ordinary memory CUDA copies more than 64 KiB only when the GPU comes to it, and the host stands until then.
     """
-    source = tensor.pin_memory() if device.type == "cuda" else tensor
-    return source.to(device, non_blocking=True)
+    if tensor.device.type == "cpu" and device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
