@@ -18,7 +18,8 @@ COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 it the graph is guarded on that number, and a small micro-batch compiles all layers again (EXPERIMENTS.md)."""
 
 BUCKET_BYTES = 2**29
-"""Whole weights gathered at once, outside passes over the model; up to four times as much is in use then."""
+"""Whole weights gathered at once, outside passes over the model. In use are also what the ranks sent, what arrived, and
+the bucket before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +223,7 @@ def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def iter_gathered(model: CausalPolicy | Critic, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
     """Whole parameters by their Hugging Face names, in `dtype`: as many at a time as have BUCKET_BYTES, at least one.
 
-    One collective a bucket: the host takes longer to gather a layer than the GPUs do. All ranks iterate to the end.
+    One collective a bucket: with one a layer the host set the pace (EXPERIMENTS.md). All ranks iterate to the end.
     """
     reshard(model)
     bucket: dict[str, DTensor] = {}

@@ -130,7 +130,8 @@ class Batch:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device, for which the host does not wait.
 
-    From ordinary memory CUDA copies more than 64 KiB only when the GPU comes to it, and the host stands until then.
+    From ordinary memory CUDA copies more than 64 KiB only after all earlier work of the stream, and the host stands
+    until then (CUDA Runtime API, "API synchronization behavior").
     """
     if tensor.device.type == "cpu" and device.type == "cuda":
         tensor = tensor.pin_memory()

@@ -2,10 +2,12 @@
 
 import json
 import math
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from recipes.bench import FIGURES, Probes, Workload, count_parameters, rooflines, training_config
+from recipes.bench import FIGURES, Probes, Workload, count_parameters, make_folder, rooflines, training_config
 from tests.ranks import torchrun
 
 GPU_ONLY = {
@@ -77,3 +79,12 @@ def test_half_the_sequences_in_flight_take_more_steps(tmp_path):
         times.append(rooflines(QWEN3_1_7B, probes, config, count_parameters(QWEN3_1_7B), SINGLE)[0])
     weights = 512 * 2 * 1.72e9 / 4.3e12  # read once more: everything else is the same work
     assert times[1] - times[0] == pytest.approx(weights, rel=0.02)
+
+
+def test_the_folder_keeps_its_name_unless_another_run_has_it(tmp_path, monkeypatch):
+    """vLLM's compilations are found by the model's path."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, beside = make_folder("P1"), make_folder("P1")
+    assert first != beside and Path(beside).is_dir()
+    Path(first).rmdir()
+    assert make_folder("P1") == first
