@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
@@ -63,11 +64,12 @@ def make_batch(
     costs = [row.total_len * (LINEAR_COST + row.total_len) for row in rows]
     ranks = assign_ranks(costs, mini_batch_size=max(1, mini_batch_size), num_ranks=world.size)
 
-    ids = [torch.tensor(it.sample.prompt_ids + it.response_ids, dtype=torch.int64) for it in rollouts]
+    # through numpy: torch.tensor() takes three times as long for a list
+    ids = [torch.from_numpy(np.array(it.sample.prompt_ids + it.response_ids, dtype=np.int64)) for it in rollouts]
     input_ids = _move(ids, rows, ranks, size_of=lambda row: row.total_len, dtype=torch.int64, world=world)
     log_probs = None
     if all(row.has_log_probs for row in rows):
-        reported = [torch.tensor(rollout.rollout_log_probs, dtype=torch.float32) for rollout in rollouts]
+        reported = [torch.from_numpy(np.array(it.rollout_log_probs, dtype=np.float32)) for it in rollouts]
         moved = _move(reported, rows, ranks, size_of=lambda row: row.response_len, dtype=torch.float32, world=world)
         log_probs = _pad(moved, torch.float32)  # (B, T)
         world.agree(lambda: _check_finite(log_probs))

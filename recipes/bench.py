@@ -64,7 +64,7 @@ class Workload:
 
 WORKLOADS = {
     "tiny": Workload("tiny", 4, 16, n=4, max_tokens_per_gpu=2048),
-    "P1": Workload("1.7b", 64, 512),
+    "P1": Workload("1.7b", 64, 512, max_tokens_per_gpu=7168),
     "P2": Workload("0.6b", 256, 1024, mean_len=256, max_tokens_per_gpu=24576),
     "P3": Workload("4b", 64, 512, gpu_memory_utilization=0.45),
     "P4": Workload("0.6b", 64, 4096, max_tokens_per_gpu=32768, gpu_memory_utilization=0.85),
