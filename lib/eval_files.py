@@ -139,12 +139,18 @@ def _check_responses(table: "pa.Table", files: str) -> None:
 def groups_of(table: "pa.Table") -> dict[int, Group]:
     """The groups in a table that has responses, by uid = row. What else it says of them stays known if it fits them."""
     columns = {name: table.column(name).to_pylist() for name in table.column_names if name in COLUMNS}
+    fits = {
+        "finish_reasons": lambda value: isinstance(value, str),
+        "response_lengths": lambda value: type(value) is int and 0 <= value < 2**31,  # no bool; `write_output`'s int32
+    }
     groups = []
     for uid, responses in enumerate(columns["responses"]):
         known = {}
-        for name in ("finish_reasons", "response_lengths"):
+        for name, fit in fits.items():
             found = columns.get(name, [None] * len(table))[uid]
-            known[name] = found if isinstance(found, list) and len(found) == len(responses) else [None] * len(responses)
+            is_whole = isinstance(found, list) and len(found) == len(responses)
+            is_known = is_whole and all(value is None or fit(value) for value in found)
+            known[name] = found if is_known else [None] * len(responses)
         groups.append(Group(uid=uid, responses=responses, **known))
     return dict(enumerate(groups))
 

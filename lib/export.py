@@ -12,12 +12,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lib.checkpoint_files import fsync
+from lib.checkpoint_files import MANIFEST, fsync
 from lib.errors import DamagedCheckpoint, UserError
 from lib.weight_files import Shape, listing, read_json
 from lib.whole_tensors import ANOTHER, SafetensorsFolder, Shards, write_safetensors
 
 WEIGHTS = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth")
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "*processor_config.json", "special_tokens_map.json"),
+    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "added_tokens.json"),
+    *("tokenizer*.json", "*.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+"""Names in a model's folder, whatever the model: what transformers writes there with safetensors and a tokenizer."""
 COMPARE_NUMBERS = 2**22  # at a time
 
 
@@ -125,8 +132,8 @@ def export(
     total, free = sum(sizes.values()), shutil.disk_usage(folder).free
     if free < total:
         raise UserError(
-            f"not enough disk space for the model; {folder.parent}; found {free / 2**30:.2f} GiB free, expected "
-            f"{total / 2**30:.2f} GiB; free some space, or choose another --target-dir"
+            f"not enough disk space for the model; {folder.parent}; found {_size(free)} free, expected "
+            f"{_size(total)}; free some space, or choose another --target-dir"
         )
     plan = plan_files(sizes, max_file_bytes)
     weight_map = {}
@@ -151,6 +158,10 @@ def export(
     _name_dtype(folder / "config.json", {each for each in dtypes.values() if each.is_floating_point})
     kinds = " and ".join(sorted({str(each).removeprefix("torch.") for each in dtypes.values()}))
     return f"{len(sizes)} tensors, {total / 1e9:.2f} GB of {kinds} in {len(plan)} file(s)"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _target_dtype(saved: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -183,11 +194,15 @@ def _name_dtype(file: Path, dtypes: set[torch.dtype]) -> None:
 
 
 def check_target(target: Path, checkpoint: Path, *, force: bool) -> None:
-    """Raises UserError when the folder must not be written or replaced. Both paths are resolved."""
-    if target in (checkpoint, *checkpoint.parents) or checkpoint in target.parents:
+    """Raises UserError when the folder must not be written or replaced. Both paths are resolved.
+
+    `force` replaces a folder only if an export can have written all that is in it, as `_foreign` tells.
+    """
+    inside = [each for each in (target, *target.parents) if each == checkpoint or (each / MANIFEST).exists()]
+    if inside or target in checkpoint.parents:
         raise UserError(
-            f"--target-dir would overwrite the checkpoint; {target}; found it around or inside {checkpoint}, expected "
-            "another place; choose a new folder"
+            f"--target-dir would change a checkpoint; {target}; found it around or inside "
+            f"{(inside or [checkpoint])[0]}, expected another place; choose a new folder"
         )
     if target.is_dir() and os.path.ismount(target):
         raise UserError(
@@ -196,16 +211,32 @@ def check_target(target: Path, checkpoint: Path, *, force: bool) -> None:
         )
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
-    if not target.is_dir() or not (target / "config.json").exists():
+    foreign = _foreign(target, checkpoint / "huggingface") if target.is_dir() else "a file"
+    if foreign:
         raise UserError(
-            f"--target-dir is taken by something that is no model; {target}; found "
-            f"{listing(target) if target.is_dir() else 'a file'}; choose a new folder, or move this away yourself"
+            f"--target-dir is taken by something that is no merged model; {target}; found {foreign}, expected a folder "
+            "with nothing but a model's files; choose a new folder, or move this away yourself"
         )
     if not force:
         raise UserError(
             f"--target-dir is not empty; {target}; found {listing(target)}; choose a new folder, or add --force to "
             "replace it by the new model"
         )
+
+
+def _foreign(folder: Path, source: Path) -> str | None:
+    """What shows that no export made this folder, in words: no model, or a file that neither a model nor `source` has.
+
+    Many folders have a config.json, runs among them, so a model is known by its weights too.
+    """
+    if not (folder / "config.json").is_file() or not any(folder.glob("model*.safetensors")):
+        return f"{listing(folder)}, which is no config.json with model.safetensors"
+    own = {path.relative_to(source) for path in source.rglob("*")}  # the code of a model, for one
+    for path in folder.rglob("*"):
+        is_model_file = path.is_file() and path.parent == folder and any(map(path.match, MODEL_FILES))
+        if not is_model_file and path.relative_to(folder) not in own:
+            return f"{path.relative_to(folder)} in it"
+    return None
 
 
 @contextmanager

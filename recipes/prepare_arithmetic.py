@@ -11,9 +11,8 @@ warm-up uses those.
 import random
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
-from pathlib import Path
 
-from lib.config import parse_cli, reporting_errors
+from lib.config import parse_cli, reporting_errors, resolve_path
 from lib.errors import UserError
 from lib.parquet import write_rows
 from lib.rewards.arithmetic import DATA_SOURCE, OPERANDS, needs_carry, question
@@ -47,13 +46,19 @@ class ArithmeticConfig:
 
 
 def main(cfg: ArithmeticConfig) -> None:
-    """Writes both files and says how many problems they hold."""
-    folder = Path(cfg.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes both files and says how many problems they hold. Raises UserError when that fails."""
+    folder = resolve_path(cfg.out, "--out")
     for split, problems in split_problems(cfg).items():
         rows = [make_row(a, b, split=split, index=index) for index, (a, b) in enumerate(problems)]
-        write_rows(folder / f"{split}.parquet", rows)
-        print(f"{folder / f'{split}.parquet'}: {len(rows)} problems")
+        path = folder / f"{split}.parquet"
+        try:
+            write_rows(path, rows)
+        except OSError as error:
+            raise UserError(
+                f"cannot write; --out {path}; found {error.strerror or error}, expected a folder that can be written; "
+                "give another --out"
+            ) from error
+        print(f"{path}: {len(rows)} problems")
 
 
 def split_problems(cfg: ArithmeticConfig) -> dict[str, list[Pair]]:

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.config import parse_cli, reporting_errors
+from lib.config import parse_cli, reporting_errors, resolve_path
 from lib.errors import UserError
 from lib.parquet import resolve_file, write_rows
 
@@ -61,7 +61,7 @@ def find_source(local_dir: str | None, split: str) -> Path:
                 f"GSM8K cannot be downloaded; {REPOSITORY} {name}; {str(error).splitlines()[0][:200]}; give the "
                 "original files with --local-dir"
             ) from error
-    folder = Path(local_dir).expanduser()
+    folder = resolve_path(local_dir, "--local-dir")
     candidates = [folder / pattern.format(split=split) for pattern in LOCAL_NAMES]
     found = next((path for path in candidates if path.exists()), candidates[0])
     return resolve_file(str(found), "--local-dir")
@@ -102,6 +102,7 @@ def read_problems(path: Path) -> list[tuple[str, dict]]:
 def prepare(cfg: PrepareConfig) -> None:
     """Writes both files; neither when one of the sources is bad."""
     rows: dict[str, list[dict]] = {}
+    folder = resolve_path(cfg.out, "--out")
     for split in NUM_ROWS:
         path = find_source(cfg.local_dir, split)
         rows[split] = []
@@ -115,11 +116,14 @@ def prepare(cfg: PrepareConfig) -> None:
         if not rows[split]:
             raise UserError(f"no problems; {path}; found 0, expected {NUM_ROWS[split]}; download the file again")
     for split, split_rows in rows.items():
-        path = Path(cfg.out).expanduser() / f"{split}.parquet"
+        path = folder / f"{split}.parquet"
         try:
             write_rows(path, split_rows)
         except OSError as error:
-            raise UserError(f"cannot write; --out {path}; {error.strerror}; give another --out") from error
+            raise UserError(
+                f"cannot write; --out {path}; found {error.strerror or error}, expected a folder that can be written; "
+                "give another --out"
+            ) from error
         note = "" if len(split_rows) == NUM_ROWS[split] else f" (the original has {NUM_ROWS[split]})"
         print(f"{path}: {len(split_rows)} rows{note}")
 

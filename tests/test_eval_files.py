@@ -15,8 +15,9 @@ from lib.config import parse_args
 from lib.data import DataConfig
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.eval_files import EvalDataConfig, Group, Parts, check_output, parts_folder, read_input
+from lib.eval_files import EvalDataConfig, Group, Parts, check_output, groups_of, parts_folder, read_input, write_output
 from lib.eval_model import find_model
+from lib.eval_report import summarise
 from lib.parquet import read_rows
 from lib.rollout import RolloutConfig
 from lib.scoring import RewardConfig
@@ -152,6 +153,31 @@ def test_columns_of_responses_are_asked_for_or_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             read(column, with_responses=with_responses)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "lengths", "are_known"),
+    [
+        ([["stop"], ["length", None]], [[0], [2**31 - 1, None]], (True, True)),
+        ([[1], [2, 3]], [["a"], ["b", "c"]], (False, False)),
+        ([["stop"], ["stop", "length"]], [[1.0], [2.5, 3.0]], (True, False)),
+        ([[b"stop"], [b"stop", b"length"]], [[True], [False, True]], (False, False)),
+        ([["a", "b"], ["stop"]], [[2**31], [-1, 1]], (False, False)),
+        (["stop", "length"], [None, None], (False, False)),
+    ],
+)
+def test_reasons_and_lengths_stay_known_where_they_fit_the_responses(tmp_path, reasons, lengths, are_known):
+    responses = [["a"], ["b", "c"]]
+    table = pa.table({"responses": responses, "finish_reasons": reasons, "response_lengths": lengths})
+    groups = [groups_of(table)[row] for row in range(2)]
+    unknown = [[None], [None, None]]
+    assert [group.finish_reasons for group in groups] == (reasons if are_known[0] else unknown)
+    assert [group.response_lengths for group in groups] == (lengths if are_known[1] else unknown)
+    summarise(groups, ["test", "test"])
+    write_output(tmp_path / "out.parquet", table, groups)
+    assert pq.read_table(tmp_path / "out.parquet")["response_lengths"].to_pylist() == (
+        lengths if are_known[1] else unknown
+    )
 
 
 # ---- Two evaluations of one output ----

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from lib.config import parse_args
 from lib.errors import LockstepError, UserError
 from merge import MergeConfig, merge
+from tests.checkpoint_folders import on_small_disk
 from tests.merge_checkpoints import checkpoints, command, merged, models, own_step, step, weights, write_pieces  # noqa: F401 (fixtures)
 from tests.ranks import LIMIT_S, ROOT
 
@@ -54,6 +55,68 @@ def test_force_never_replaces_what_is_not_a_model(own_step, tmp_path):
         with pytest.raises(UserError):
             merged(own_step / "actor", target, force=True)
     assert (notes / "thesis.txt").exists() and (own_step / "MANIFEST.json").exists()
+
+
+def everything(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def test_force_replaces_only_what_a_merge_can_have_written_and_is_recommended_only_there(step, own_step, tmp_path):
+    run = own_step.parent  # another run than that of `step`
+    for name in ("config.json", "status.json", "metrics.jsonl"):
+        (run / name).write_text("{}")
+    young = tmp_path / "young"
+    young.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (young / name).write_text("{}")
+    shutil.copytree(young, own_step / "actor" / "exported")
+    targets = [run, own_step, own_step / "actor" / "huggingface", own_step / "actor" / "exported", own_step / "new"]
+    for added in ("status.json", "thesis.txt", "train.py", "README.md", "global_step_1/", "tokenizer.model/", ".git/"):
+        target = shutil.copytree(young, tmp_path / f"with_{added.strip('/')}")
+        if added.endswith("/"):
+            (target / added).mkdir()
+        else:
+            (target / added).write_text("years of work")
+        targets.append(target)
+    for missing in ("config.json", "model.safetensors"):
+        target = shutil.copytree(young, tmp_path / f"without_{missing}")
+        (target / missing).unlink()
+        targets.append(target)
+    before = everything(tmp_path)
+    for target in targets:
+        for force in (False, True):
+            with pytest.raises(UserError) as caught:
+                merged(step / "actor", target, force=force)
+            assert "--force" not in str(caught.value) and "choose a new folder" in str(caught.value), caught.value
+    assert everything(tmp_path) == before
+
+
+def test_force_replaces_an_earlier_merge_of_this_model_and_of_others(own_step, tmp_path):
+    source = own_step / "actor" / "huggingface"
+    (source / "modeling_own.py").write_text("# the code of a model")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("")
+    target = merged(own_step / "actor", tmp_path / "model", skip_verify=True, max_shard_gib=1e-4)
+    first = everything(target)
+    assert target / "additional_chat_templates" / "tools.jinja" in first and len([*target.glob("model-*")]) > 1
+    for name in ("vocab.json", "merges.txt", "spiece.model", "preprocessor_config.json", "chat_template.jinja"):
+        (target / name).write_text("another model's")
+    with pytest.raises(UserError, match="add --force"):
+        merged(own_step / "actor", target, skip_verify=True)
+    merged(own_step / "actor", target, skip_verify=True, max_shard_gib=1e-4, force=True)
+    assert everything(target) == first
+
+
+def merge_to_a_full_disk(checkpoint, disk):
+    with pytest.raises(UserError, match="not enough disk space for the model") as caught:
+        merged(checkpoint, disk / "model")
+    found = re.search(r"found ([\d.]+) MiB free, expected ([\d.]+) MiB", str(caught.value))
+    assert float(found[1]) < float(found[2]), caught.value
+
+
+def test_a_small_disk_without_room_is_told_in_numbers_that_differ(step, tmp_path):
+    code = "import sys; from pathlib import Path; from tests.test_merge_command import *; "
+    on_small_disk(tmp_path, "64k", code + "merge_to_a_full_disk(*map(Path, sys.argv[1:]))", step / "actor", tmp_path)
 
 
 WAITING = """

@@ -11,6 +11,7 @@ import pytest
 from lib.config import parse_args
 from lib.data import DataConfig, check_data_files
 from lib.errors import UserError
+from recipes import prepare_arithmetic
 from recipes.prepare_gsm8k import PrepareConfig, prepare, read_problems, to_row
 
 NATALIA = {
@@ -117,15 +118,21 @@ def test_a_bad_problem_names_its_line_and_writes_nothing(tmp_path, line, parts):
 def test_a_missing_or_empty_source_is_refused(tmp_path):
     cfg = PrepareConfig(local_dir=str(tmp_path / "no"), out=str(tmp_path / "out"))
     refusal(lambda: prepare(cfg), "no such file", "--local-dir")
+    refusal(lambda: prepare(PrepareConfig(local_dir="~no-such-user/x")), "--local-dir cannot be opened")
     local_files(tmp_path)
     (tmp_path / "test.jsonl").write_text("\n")
     refusal(lambda: prepare(PrepareConfig(local_dir=str(tmp_path), out=str(tmp_path / "out"))), "no problems")
 
 
-def test_an_unwritable_output_is_refused(tmp_path):
+@pytest.mark.parametrize("out", ["file", "file/in", "/proc/xx", "~no-such-user/x", "x" * 300])
+def test_an_output_that_cannot_be_written_is_refused_by_both_recipes(tmp_path, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
     local_files(tmp_path)
-    (tmp_path / "out").write_text("a file")
-    refusal(lambda: prepare(PrepareConfig(local_dir=str(tmp_path), out=str(tmp_path / "out"))), "cannot write", "--out")
+    (tmp_path / "file").write_text("a file")
+    arithmetic = prepare_arithmetic.ArithmeticConfig(out=out)
+    problem = "cannot be opened" if out[0] in "~x" else "cannot write"
+    refusal(lambda: prepare(PrepareConfig(local_dir=str(tmp_path), out=out)), problem, "--out", out, "give another")
+    refusal(lambda: prepare_arithmetic.main(arithmetic), problem, "--out", out, "give another")
 
 
 def test_the_command_line_takes_both_folders():
