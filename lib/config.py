@@ -14,25 +14,28 @@ import inspect
 import json
 import math
 import os
+import re
 import signal
 import stat
 import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, TextIO, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TextIO, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
 from lib.errors import LaunchError, LockstepError, Stopped, UserError, error_line
-from lib.verl_keys import SYNONYMS, verl_hint
+from lib.verl_keys import SYNONYMS, VERL_KEYS, verl_hint
 
 T = TypeVar("T")
 
+MIN_LIKENESS = 0.6  # difflib's own; below it a "nearest" option is a guess, and may be a harmful one such as --force
+OPTION_OF_ONE_DASH = r"(?i)-(?!(inf|infinity|nan)$)[a-z]"  # to tyro it is none, but no value either
 LEAVE_TIMEOUT_S = 15.0  # for ranks that are slow to fail in the same way, while they import
 
 REQUIRED: Any = tyro.MISSING
@@ -79,7 +82,8 @@ def parse_cli(default: T, argv: Sequence[str] | None = None) -> T:
 
 
 def _wants_debug(argv: Sequence[str]) -> bool:
-    return any(word.lower() in ("--debug", "--debug=true") for word in argv)
+    """What the last --debug says: asked before anything is parsed, since that may fail."""
+    return _values("--debug", _complete_booleans(argv, {"--debug": bool}))[:1] == ["True"]
 
 
 def parse_args(default: T, argv: Sequence[str]) -> T:
@@ -88,7 +92,7 @@ def parse_args(default: T, argv: Sequence[str]) -> T:
     default, argv = _put_plug_ins(default, list(argv), plug_ins)
     options = _options(default)
     if "--help" not in argv and "-h" not in argv:
-        _refuse_unknown(argv, option_names(default))
+        _refuse_unknown(argv, options, option_names(default))
     argv = _complete_booleans(argv, options)
 
     def refuse(event: tyro._errors.ParseErrorEvent) -> None:
@@ -136,8 +140,8 @@ def _put_plug_ins(default: T, argv: list[str], plug_ins: dict[str, dataclasses.F
         name = value if equals else next(words, "")
         if name not in table:
             raise UserError(
-                f"unknown {field.name} {name!r}; {_normal(flag)}; expected one of {', '.join(table)}; "
-                f"nearest is {_nearest(name, table)}"
+                f"unknown {field.name} {name!r}; {_normal(flag)}; expected one of {', '.join(table)}"
+                f"{_nearest(name, table)}; see --help"
             )
         if table[name] is not type(getattr(chosen, field.name)):
             object.__setattr__(chosen, field.name, table[name]())
@@ -159,43 +163,76 @@ def _options(config: Any, prefix: str = "--") -> dict[str, Any]:
     return options
 
 
-def _refuse_unknown(argv: list[str], known: list[str]) -> None:
-    """Raises UserError when words of the command line are no options of ours: typing errors, or verl's keys."""
-    problems = []
+def _refuse_unknown(argv: list[str], options: dict[str, Any], known: list[str]) -> None:
+    """Raises UserError that names every word that is no option of ours and no value: typing errors, verl's words."""
+    problems, rest = [], []
+    room, empty = 0.0, ""  # how many values the last option still takes; its name while it has none and wants one
     for word in argv:
-        name = word.partition("=")[0]
-        dashed = word.startswith("--") and len(name) > 2
-        if dashed and _normal(name) in known:
+        name, equals, _ = word.partition("=")
+        if (option := _normal(name)) in options:
+            room = _most_values(options[option]) - bool(equals)
+            empty = "" if equals or _is_boolean(options[option]) else option
             continue
-        hint = verl_hint(word)
-        if name.startswith("--critic."):  # so begin options of ours, and keys of verl's
-            has_critic = any(option.startswith("--critic.") for option in known)
-            hint = None if has_critic else "of PPO's critic: start train_ppo.py, or a recipe of it; here is none"
-        if hint is None and dashed:
-            hint = f"nearest is {_nearest_option(name, known)}"
-        elif hint is None and "=" in word and _normal("--" + name) in known:
-            hint = f"write {_normal('--' + name)}"
+        dashes = "--" if word.startswith("--") else "-" if re.match(OPTION_OF_ONE_DASH, word) else ""
+        hint = _hint(word, known)
+        if hint is None and dashes:
+            near = _nearest_option(name, known)
+            hint = f"nearest is {near}" if near else "no option is like it"
+            spelling = f"{empty}={word}" if empty else "OPTION=VALUE"
+            hint += f" (write {spelling} for a value that begins with {dashes})" if empty or not near else ""
+        elif hint is None and room < 1:
+            hint = verl_hint("--" + word)  # a sub-command of verl's, or a key without its dashes
         if hint is not None:
             problems.append(f"{name}: {hint}")
-    if problems:
-        many = f"{len(problems)} unknown options" if len(problems) > 1 else "unknown option"
-        raise UserError(f"{many}; command line; {', '.join(problems)}; --help and docs/from_verl.md list the options")
+        elif room < 1:
+            rest.append(word)
+        else:
+            room -= 1
+        room, empty = math.inf if dashes and not equals else room, ""  # an unknown option may take any number of values
+    if many := len(problems) + len(rest):
+        if rest:
+            problems.append(f"{' '.join(rest)!r} belongs to no option (quote values that hold spaces)")
+        what = f"{many} unknown options" if many > 1 else "unknown option"
+        raise UserError(f"{what}; command line; {', '.join(problems)}; --help and docs/from_verl.md list the options")
+
+
+def _most_values(hint: Any) -> float:
+    """How many words an option of this type takes at most: `None | tuple[float, float]` takes 2."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return max(map(_most_values, parts))
+    return 1 if origin is not tuple else math.inf if Ellipsis in parts else len(parts)
+
+
+def _hint(word: str, known: list[str]) -> str | None:
+    """What to write instead of verl's `key=value`, or of an option without its dashes; None: the word is neither."""
+    name, equals, _ = word.partition("=")
+    if name.startswith("--critic."):  # so begin options of ours, and keys of verl's
+        has_critic = any(option.startswith("--critic.") for option in known)
+        return None if has_critic else "of PPO's critic: start train_ppo.py, or a recipe of it; here is none"
+    key = name.lstrip("+~")
+    if equals and key not in VERL_KEYS and (ours := _normal("--" + key)) in known:
+        return f"write {ours}"
+    return verl_hint(word)
 
 
 def _nearest_option(name: str, known: list[str]) -> str:
-    """The known option most like `name`, by its whole name, by its last part, or by another suite's word for it."""
-    name = _normal(name)
-    whole = {option: option for option in known}
+    """The known option most like `name`, by whole name, last part, or another suite's word; empty: none is like it."""
+    name = _normal(name).lstrip("-")  # dashes would make all names alike
+    whole = {option.lstrip("-"): option for option in known}
     last_part = {option.rpartition(".")[2].lstrip("-"): option for option in reversed(known)}
     other_words = {word: option for word, option in SYNONYMS.items() if option in known}
-    last = name.rpartition(".")[2].lstrip("-")
+    last = name.rpartition(".")[2]
     candidates = [(name, whole), (last, last_part), (last, other_words)]
     scored = [(_likeness(word, key), options[key]) for word, options in candidates for key in options]
-    return max(scored, key=lambda entry: entry[0])[1]  # of equals the first: the whole name wins
+    likeness, option = max(scored, key=lambda entry: entry[0])  # of equals the first: the whole name wins
+    return option if likeness >= MIN_LIKENESS else ""
 
 
-def _nearest(name: str, names: Mapping[str, Any]) -> str:
-    return max(names, key=lambda other: _likeness(name, other))
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """`; nearest is cosine`, or nothing when none of the names is much like it."""
+    near = max(names, key=lambda other: _likeness(name, other))
+    return f"; nearest is {near}" if _likeness(name, near) >= MIN_LIKENESS else ""
 
 
 def _likeness(a: str, b: str) -> float:
@@ -207,10 +244,14 @@ def _normal(option: str) -> str:
     return option.replace("_", "-") if option.startswith("--") else option
 
 
-def _complete_booleans(argv: list[str], options: dict[str, Any]) -> list[str]:
+def _is_boolean(hint: Any) -> bool:
+    return bool in (hint, *get_args(hint))
+
+
+def _complete_booleans(argv: Sequence[str], options: dict[str, Any]) -> list[str]:
     """`--debug` as `--debug True`, `--debug=true` as `--debug=True`: tyro itself wants the capital word."""
     completed: list[str] = []
-    booleans = {name for name, hint in options.items() if hint is bool or bool in get_args(hint)}
+    booleans = {name for name, hint in options.items() if _is_boolean(hint)}
     for i, word in enumerate(argv):
         option, equals, value = word.partition("=")
         previous = argv[i - 1] if i else ""
@@ -242,7 +283,7 @@ def _explain(event: tyro._errors.ParseErrorEvent, argv: list[str]) -> str:
     found = " ".join(_values(name, argv)) or "no value"
     if isinstance(event, errors.InvalidChoice):
         expected = "one of " + ", ".join(event.choices)
-        nearest = f"; nearest is {_nearest(event.value, dict.fromkeys(event.choices))}"
+        nearest = _nearest(event.value, event.choices)
     else:
         expected, nearest = _in_words(str(argument.lowered.metavar)), ""
     return f"wrong value for {name}; command line; found {found}, expected {expected}{nearest}; see --help"

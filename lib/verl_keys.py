@@ -371,6 +371,25 @@ TRAINER = {
     "--config-name": ("", "not needed: there is no YAML, a recipe is a Python file"),
 }
 
+EVALUATION = {
+    "data.path": ("--data.files", "eval.py, for main_generation and main_eval; several files separated by spaces"),
+    "data.n_samples": ("--rollout.n", "eval.py; responses per prompt"),
+    "data.output_path": ("--output", "eval.py; a parquet file"),
+    "data.batch_size": ("", "eval.py needs none, the engine schedules all prompts; training has --prompts-per-step"),
+    "data.response_key": ("", "not needed: --score-only reads the column responses"),
+    "data.data_source_key": ("", "not needed: the column is data_source"),
+    "data.reward_model_key": ("", "not needed: the column is reward_model"),
+    "merge": ("", "leave it out: merge.py always merges, and has no sub-commands"),
+    "test": ("--test-hf-dir", "merge.py, which compares the folder that it has written"),
+    "--backend": ("", "not needed: merge.py sees whose checkpoint it is; Megatron's are not taken"),
+    "--hf_upload_path": ("--upload", "merge.py"),
+    "--hf_model_path": ("", "not needed: the checkpoint's folder huggingface describes the model"),
+    "--tie-word-embedding": ("", "not needed: config.json says it"),
+    "--is-value-model": ("", "not needed: a critic's config.json says it"),
+    "--use_cpu_initialization": ("", "not needed: merging takes no GPU, and host memory for one tensor at a time"),
+    "--trust-remote-code": ("", "refused: model folders with their own code are not run"),
+}
+
 SECTIONS = {
     "Data": DATA,
     "Algorithm": ALGORITHM,
@@ -380,6 +399,7 @@ SECTIONS = {
     "Rollout and validation": ROLLOUTS,
     "Reward": REWARDS,
     "Trainer, critic, launch": TRAINER,
+    "Evaluation and merging": EVALUATION,
 }
 
 VERL_KEYS: dict[str, tuple[str, str]] = {key: row for section in SECTIONS.values() for key, row in section.items()}
@@ -407,12 +427,16 @@ _ROOTS = ("actor_rollout_ref", "algorithm", "critic", "reward_model", "custom_re
 
 
 def verl_hint(word: str) -> str | None:
-    """What to write instead of a word of a verl command (`+key=value`, `--key`, `--key=value`); None: not verl's."""
+    """What to write instead of a word of a verl command (`+key=value`, `~key.key`, `--key`, `--key=value`).
+
+    None: it is not verl's, or may be a value.
+    """
     name = word.partition("=")[0].lstrip("+~")
     bare = name.lstrip("-")
-    if "=" not in word and not word.startswith("--"):
+    if "=" not in word and not re.match(r"--|~\w+\.", word):
         return None  # a value, not an option
-    key = name if name in VERL_KEYS else bare
+    keys = (name, bare, f"actor_rollout_ref.{bare}")  # the last: main_generation has rollout.* and model.* alone
+    key = next((key for key in keys if key in VERL_KEYS), bare)
     if key in VERL_KEYS:
         return _advice(*VERL_KEYS[key])
     same_last_part = {row for full, row in VERL_KEYS.items() if full.rpartition(".")[2] == bare}
@@ -422,7 +446,7 @@ def verl_hint(word: str) -> str | None:
     for parent in parents:
         if parent in VERL_KEYS:
             return _advice(*VERL_KEYS[parent])
-    if re.match(rf"({'|'.join(_ROOTS)})\.\w", key):
+    if re.match(rf"({'|'.join(_ROOTS)})\.\w", key) or re.match(r"\+\+?\w+\.[\w.]+=", word):
         return "a verl key without a counterpart"
     return None
 

@@ -298,6 +298,10 @@ def test_tracebacks_are_for_bugs_and_debug(capfd: pytest.CaptureFixture) -> None
     with pytest.raises(SystemExit):
         parse_cli(Config(), ["--debug", "--optim.lr", "x"])
     assert "Traceback" in capfd.readouterr().err
+    for words in (["--debug", "false"], ["--debug", "False"], ["--debug", "--debug=false"]):
+        with pytest.raises(SystemExit):
+            parse_cli(Config(), [*words, "--optim.lr", "x"])
+        assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_line_reaches_the_terminal_when_stderr_was_moved_to_a_log() -> None:
@@ -379,11 +383,14 @@ def test_the_migration_page_holds_the_table() -> None:
 
 
 def test_every_option_named_for_verl_users_exists() -> None:
+    from eval import EvalScriptConfig
     from lib.losses import LOSSES
+    from merge import MergeConfig
     from train_grpo import GRPOConfig
     from train_ppo import PPOConfig
 
-    configs = [GRPOConfig(), PPOConfig(), *(GRPOConfig(loss=loss()) for loss in LOSSES.values())]
+    configs = [GRPOConfig(), PPOConfig(), EvalScriptConfig(), MergeConfig()]
+    configs += [GRPOConfig(loss=loss()) for loss in LOSSES.values()]
     existing = {name for config in configs for name in option_names(config)}
     text = " ".join(f"{option} {note}" for option, note in VERL_KEYS.values())
     torchruns = {"--nnodes", "--nproc_per_node"}
