@@ -182,7 +182,7 @@ def train(cfg: PPOConfig) -> None:
             to_come = moments_to_come(each.optimizer for each in trained.values())
             num_compared = weight_sync.wake(names=None, time=nullcontext, reserved_bytes=to_come)
         run.say(f"the engine holds the policy's weights: all {num_compared} tensors are equal bit for bit")
-        if words := resume.in_words(cfg, num_steps):
+        if words := resume.in_words(cfg, num_steps, reward=reward_note):
             run.say(words)
         if val_samples and cfg.eval.before_train and resume.step == 0:
             with startup.phase("validate before training"):
@@ -204,8 +204,8 @@ def train(cfg: PPOConfig) -> None:
         )
         progress.restore(resume.trainer)
         checkpointer = stack.enter_context(Checkpointer(
-            cfg.checkpoint, run, world, config=to_json(cfg), models=trained, progress=progress, num_steps=num_steps,
-            resumed=resume.path, trainer=resume.trainer,
+            cfg.checkpoint, run, world, config=to_json(cfg), reward=reward_note, models=trained, progress=progress,
+            num_steps=num_steps, resumed=resume.path, trainer=resume.trainer,
         ))  # fmt: skip
         for step in range(resume.step + 1, num_steps + 1):
             metrics = Metrics(world)

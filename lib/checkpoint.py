@@ -162,13 +162,14 @@ class Checkpointer:
     """
 
     def __init__(
-        self, cfg: CheckpointConfig, run: Run, world: World, *, config: Mapping[str, Any],
+        self, cfg: CheckpointConfig, run: Run, world: World, *, config: Mapping[str, Any], reward: str,
         models: Mapping[str, Trained], progress: Progress, num_steps: int, resumed: Path | None,
         trainer: Mapping[str, Any] | None,
     ) -> None:  # fmt: skip
-        """`models` by their folder's name (actor, critic). `resumed`: the checkpoint that the run goes on from, which
-        stays, and its trainer.json."""
-        self.cfg, self.run, self.world, self.config, self.models = cfg, run, world, config, models
+        """`reward`: the line of `check_reward`. `models` by their folder's name (actor, critic). `resumed`: the
+        checkpoint that the run goes on from, which stays, and its trainer.json."""
+        self.cfg, self.run, self.world, self.models = cfg, run, world, models
+        self.config, self.reward = config, reward
         self.progress, self.num_steps, self.resumed = progress, num_steps, resumed
         self._step = self._saved_step = trainer["step"] if trainer else 0
         self.best = dict(trainer["best"]) if trainer else {}
@@ -320,7 +321,8 @@ class Checkpointer:
         collectors = self.world.gather(state.pop("collector"))
         return {
             "step": self._step, "run_id": self.run.run_id, "world_size": self.world.size, "versions": versions(),
-            "num_steps": self.num_steps, "config": self.config, "best": self.best, **state, "collectors": collectors,
+            "num_steps": self.num_steps, "config": self.config, "reward": self.reward, "best": self.best, **state,
+            "collectors": collectors,
         }  # fmt: skip
 
     def _write(self, staging: Path, pieces: Mapping[str, Pieces], trainer: Mapping[str, Any]) -> dict[str, FileEntry]:

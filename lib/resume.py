@@ -24,6 +24,7 @@ from lib.errors import DamagedCheckpoint, LockstepError, UserError
 from lib.model import CausalPolicy, Critic
 from lib.optim import lr_factor
 from lib.run_folder import launch_id, read_status
+from lib.scoring import code_hash
 from lib.tensor_files import load_model_, load_optimizer_
 from lib.train_config import TrainConfig
 
@@ -93,8 +94,8 @@ class Resume:
             load_model_(self.path / role / "model", model, world)
             load_optimizer_(self.path / role / "optim", model, optimizer, world)
 
-    def in_words(self, cfg: TrainConfig, num_steps: int) -> str:
-        """Where the run goes on, in a line, and what is to be known about it."""
+    def in_words(self, cfg: TrainConfig, num_steps: int, *, reward: str) -> str:
+        """Where the run goes on, in a line, and what is to be known about it. `reward`: the line of check_reward."""
         if not self.trainer:
             return "\n".join(self.notes)
         start = max(self.step - cfg.frozen_steps, 0)
@@ -107,6 +108,9 @@ class Resume:
         ]
         if cfg.optim.schedule != "constant" and self.trainer["num_steps"] != num_steps:
             lines.append(f"the learning rate's schedule now ends at step {num_steps}, not {self.trainer['num_steps']}")
+        there, here = code_hash(self.trainer.get("reward", reward)), code_hash(reward)
+        if there != here:
+            lines.append(f"warning: the reward function's file is another: sha256 {there} there, {here} here")
         different = [
             f"{name} {there} there, {here} here"
             for name, here in versions().items()

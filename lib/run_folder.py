@@ -14,7 +14,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -80,6 +80,8 @@ def check_folder(run_dir: str | Path, *, overwrite: bool, goes_on: bool, needed_
         )
     if not goes_on and folder.is_dir() and any(folder.iterdir()):
         _check_way(folder, overwrite=overwrite)
+    if goes_on:
+        _rows(folder)  # which may be damaged
     if folder.is_dir():  # before anything is moved or cut
         os.close(lock_folder(folder))
     return folder
@@ -126,19 +128,28 @@ def launch_id() -> str | None:
     return f"{os.uname().nodename}-{os.getppid()}-{started}"
 
 
-def cut_after(run_dir: Path, last_row: int) -> None:
-    """Removes what was logged after a step, and moves later checkpoints aside: all of it will come again."""
-    for found in find_checkpoints(run_dir):
-        if found.step > last_row:
-            found.path.rename(found.path.with_name(f"{found.path.name}.replaced-{secrets.token_hex(4)}"))
-    kept = [row for row in _rows(run_dir) if row["step"] <= last_row]
+def cut_after(run_dir: Path, last_row: int) -> list[str]:
+    """Moves what was saved and logged after a step aside, since it will come again; gives the new names."""
+    mark = f"replaced-{secrets.token_hex(4)}"
+    moved = []
+
+    def move_aside(paths: Iterable[Path]) -> None:
+        for path in paths:
+            path.rename(path.with_name(f"{path.name}.{mark}"))
+            moved.append(f"{path.relative_to(run_dir)}.{mark}")
+
+    move_aside([found.path for found in find_checkpoints(run_dir) if found.step > last_row])
+    rows = _rows(run_dir)
+    if later := [row for row in rows if row["step"] > last_row]:
+        append(run_dir / f"{METRICS}.{mark}", to_lines(later))
+        moved.append(f"{METRICS}.{mark}")
     temporary = run_dir / ".metrics.jsonl"
     temporary.unlink(missing_ok=True)
-    append(temporary, to_lines(kept))
+    append(temporary, to_lines([row for row in rows if row["step"] <= last_row]))
     os.replace(temporary, run_dir / METRICS)
-    for path in (run_dir / "samples").glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) > last_row:
-            path.unlink()
+    samples = {path: re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in (run_dir / "samples").glob("*")}
+    move_aside(sorted(path for path, found in samples.items() if found and int(found[1]) > last_row))
+    return moved
 
 
 class _LossyFile(io.FileIO):
@@ -199,7 +210,18 @@ def read_metrics(run_dir: Path, *, unwritten: bytes = b"") -> list[dict[str, Any
 def _rows(run_dir: Path, unwritten: bytes = b"") -> list[dict[str, Any]]:
     path = run_dir / METRICS
     data = path.read_bytes() if path.exists() else b""
-    return [json.loads(line) for part in (data, unwritten) for line in part.split(b"\n")[:-1]]
+    rows = []
+    for number, line in enumerate([line for part in (data, unwritten) for line in part.split(b"\n")[:-1]], start=1):
+        try:
+            if line.strip():
+                row = json.loads(line)
+                rows.append({**row, "step": row["step"] + 0})  # a number
+        except (ValueError, TypeError, KeyError):
+            raise UserError(
+                f"a line of the run's metrics is damaged; {path}; found {line[:40]!r} in line {number}, expected "
+                '{"step": NUMBER, ...}; remove the line, or move the file away'
+            ) from None
+    return rows
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

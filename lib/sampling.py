@@ -74,8 +74,14 @@ class Collector:
         groups, mini_batch_size, num_groups, scored = choose(metrics, label)
         self._count_interrupted("unfinished", metrics)
         num_responses = num_groups * self.rollout.n
-        for name, count in self._check_errors(scored).items():
+        counts = self._check_errors(scored)
+        for name, count in counts.items():
             metrics.set(name, count)
+        if counts["reward/num_excluded"] == sum(self.world.gather(len(scored))) > 0:
+            self.run.say(
+                f"{label}: warning: no response has a score, so nothing is learned; the reward function returned None "
+                f"{counts['reward/num_declined']:.0f} times (is a return missing?)"
+            )
         for text, count in error_counts(scored).items():
             print(f"{label}: the reward of {count} responses failed: {text}")
         rollouts = [rollout for group in groups for rollout in group]

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pickle
+import re
 import selectors
 import signal
 import socket
@@ -132,7 +133,15 @@ def check_reward(
                 f"the reward function returns no number {name!r}; {flag}; found none on a trial, expected one of "
                 f"{', '.join(sorted(numbers))}; change one of the two"
             )
+    if trials and all(trial.score.score is None for trial in trials):
+        notes = [*notes, f"it returned None for all of {len(trials)} trials: what has no score is not trained on"]
     return "; ".join([f"reward: {_describe_source(cfg, data_sources)}", *(f"warning: {note}" for note in notes)])
+
+
+def code_hash(line: str) -> str | None:
+    """The hash in a line of `check_reward`; None for the built-in graders."""
+    found = re.search(r"\(sha256 (\w+)\)", line)
+    return found and found[1]
 
 
 def _describe_source(cfg: RewardConfig, data_sources: Set[str]) -> str:

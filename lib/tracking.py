@@ -108,7 +108,7 @@ class Run:
     ):
         """Makes the folder, and logs to it from here on. `config` must hold no secrets (dataclass fields only).
 
-        With `last_row` the run that is there goes on: rows and samples of later steps are cut off (-1: all are).
+        With `last_row` the run that is there goes on: rows and samples of later steps are moved aside (-1: all are).
         `resumable`: whether a checkpoint is there. Raises UserError when the folder is not empty (unless it goes on, or
         `overwrite` moves it aside), cannot be written, or has less than `needed_gib` free, and when wandb is asked for
         but does not work.
@@ -249,8 +249,10 @@ class Run:
         for name in ("samples", "tensorboard"):
             (self.dir / name).mkdir(exist_ok=True)
         (self.dir / "config.json").write_text(to_json(config, indent=2) + "\n", encoding="utf-8")
-        if last_row is not None:
-            cut_after(self.dir, last_row)
+        if last_row is not None and (moved := cut_after(self.dir, last_row)):
+            more = f" and {len(moved) - 6} more" if len(moved) > 6 else ""
+            later = "" if last_row < 0 else f" of steps after {last_row}"
+            self.say(f"what the run had written{later} is moved aside: {', '.join(moved[:6])}{more}")
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # read in this order
         self._tensorboard = self.dir / "tensorboard" / name
         append(self._tensorboard, tensorboard_record(file_version="brain.Event:2"))

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -133,6 +134,20 @@ def launched(run, monkeypatch):
     for step in (2, 4):
         shutil.rmtree(run / f"global_step_{step}")
     return run
+
+
+def test_another_reward_file_is_told(model, run):
+    cfg = options(model, run)
+    resume = find_resume(cfg, SINGLE)
+    resume = replace(resume, trainer={**resume.trainer, "reward": reward_line("ab")})
+    assert "warning: the reward function's file is another: sha256 ab there, cd here" in resume.in_words(
+        cfg, 6, reward=reward_line("cd")
+    )
+    assert "reward function" not in resume.in_words(cfg, 6, reward=reward_line("ab"))
+
+
+def reward_line(digest):
+    return f"reward: compute_score in /a/b.py (sha256 {digest}); warning: it printed"
 
 
 def test_the_same_launch_starts_again_where_it_has_no_checkpoint_yet(model, launched):

@@ -199,7 +199,9 @@ def test_check_accepts_the_built_in_graders():
 
 @pytest.mark.parametrize("returned", ["None", "0", "{'score': None}", "{'score': 1, 'pred': 'x'}"])
 def test_check_accepts_scores_and_declined_rows(tmp_path, returned):
-    check_reward(RewardConfig(path=write(tmp_path, f"return {returned}")), {"mine"}, rows("7"))
+    line = check_reward(RewardConfig(path=write(tmp_path, f"return {returned}")), {"mine"}, rows("7", "8"))
+    declined = "warning: it returned None for all of 2 trials: what has no score is not trained on"
+    assert (declined in line) == ("None" in returned)
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,41 @@ def test_metrics_lines_are_valid_json_that_restores_nan_and_infinities(tmp_path)
     assert row == pytest.approx({"step": 3, **values}, nan_ok=True, abs=0)
 
 
+def test_what_is_written_again_is_moved_aside_and_what_is_not_the_runs_stays(tmp_path, capfd):
+    folder, samples = tmp_path / "r", tmp_path / "r" / "samples"
+    with Run(folder, TrackingConfig(), SINGLE, config={}, num_steps=4) as run:
+        for step in (1, 2, 3, 4):
+            run.log(step, {"x": math.nan})
+            run.save_samples(step, [{"uid": step}])
+    (samples / "step_4.bak.jsonl").write_text("mine")
+    metrics = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(metrics.replace("\n", "\n\n"))  # an editor's blank lines
+    Run(folder, TrackingConfig(), SINGLE, config={}, num_steps=4, last_row=2).restore()
+    lines = metrics.splitlines(keepends=True)
+    assert (folder / "metrics.jsonl").read_text() == "".join(lines[:2])
+    [aside] = folder.glob("metrics.jsonl.replaced-*")
+    assert aside.read_text() == "".join(lines[2:])
+    names = sorted(path.name.split(".replaced-")[0] for path in samples.iterdir())
+    assert names == ["step_1.jsonl", "step_2.jsonl", "step_3.jsonl", "step_4.bak.jsonl", "step_4.jsonl"]
+    assert sorted(path.name for path in samples.glob("*.jsonl")) == ["step_1.jsonl", "step_2.jsonl", "step_4.bak.jsonl"]
+    said = capfd.readouterr().out
+    assert f"what the run had written of steps after 2 is moved aside: {aside.name}, samples/step_3.jsonl.rep" in said
+
+
+@pytest.mark.parametrize("line", ["{", "7", "{}", '{"step": "a"}'])
+def test_a_damaged_line_of_metrics_is_named_before_anything_is_changed(tmp_path, line):
+    folder = tmp_path / "r"
+    with Run(folder, TrackingConfig(), SINGLE, config={}, num_steps=4) as run:
+        run.log(1, {"x": 1.0})
+        run.finish()
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(line + "\n")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"damaged; .*metrics.jsonl; found .* in line 2, expected"):
+        Run(folder, TrackingConfig(), SINGLE, config={}, num_steps=4, last_row=0)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_samples_are_appended_and_a_few_are_shown(tmp_path, capfd):
     row = {"uid": 1, "data_source": "s", "prompt": "1+1\n=", "response": "2" * 100, "ground_truth": "2"}
     row |= {"score": None, "extras": {"acc": math.nan}, "finish_reason": "length"}
