@@ -95,7 +95,7 @@ def evaluate(
         for r in responses
         if r.score.score is not None
     ]
-    return validation_metrics(scored) | {
+    return validation_metrics(scored, largest=cfg.n) | {
         "val-aux/num_unscored": float(len(responses) - len(scored)),
         "timing_s/testing": time.perf_counter() - start,
     }

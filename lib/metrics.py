@@ -373,20 +373,19 @@ ScoredResponse = tuple[str, int, Mapping[str, float | str | bool]]
 """data_source, prompt uid, and `reward` with what else the reward function returned; `pred` is the extracted answer."""
 
 
-def validation_metrics(responses: Sequence[ScoredResponse]) -> dict[str, float]:
+def validation_metrics(responses: Sequence[ScoredResponse], *, largest: int) -> dict[str, float]:
     """val-core/* and val-aux/* of all ranks' scored responses, per data source and variable, averaged over prompts.
 
-    Variables are `reward` and every number or bool beside it. With N responses per prompt: mean@N; for N > 1 also
-    std@N and, for n = 2, 4, 8, ... below N and for N itself, best@n, worst@n and (where there are answers) maj@n: mean
-    and standard deviation over 1000 draws of n responses with replacement (numpy seed 42). The core variable of a
-    source is `acc` if there is one, else `reward`.
+    Variables are `reward` and every number or bool beside it. With N responses per prompt (`largest`, of which some may
+    have no score): mean@N; for N > 1 also std@N and, for n = 2, 4, 8, ... below N and for N itself, best@n, worst@n and
+    (where there are answers) maj@n: mean and standard deviation over 1000 draws of n responses with replacement (numpy
+    seed 42). The core variable of a source is `acc` if there is one, else `reward`.
     """
     result = {}
     for source in sorted({source for source, _, _ in responses}):
         prompts: dict[int, list[Mapping[str, float | str | bool]]] = defaultdict(list)
         for _, uid, values in (response for response in responses if response[0] == source):
             prompts[uid].append(values)
-        largest = max(map(len, prompts.values()))  # N, also for a prompt whose reward failed for some responses
         values_of_all = [values for group in prompts.values() for values in group]
         names = {name for values in values_of_all for name, value in values.items() if not isinstance(value, str)}
         names.discard("pred")  # an answer, even where it is a number

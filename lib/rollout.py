@@ -274,7 +274,8 @@ class RolloutEngine:
         """Frees weights and KV cache (level 2: the next sync writes every weight), unless the engine stays."""
         if not self.sleeps:
             # Cached prefixes belong to the weights that computed them.
-            assert self._llm.reset_prefix_cache(), "the engine refused to drop its prefix cache: requests are alive"
+            dropped = self._llm.reset_prefix_cache()
+            assert dropped, "the engine refused to drop its prefix cache: requests are alive"
             if self.on_gpu and torch.cuda.mem_get_info(self.world.device)[0] < self._reserve_bytes():
                 torch.cuda.empty_cache()
             return

@@ -117,6 +117,9 @@ def main(path, out, tp_size):
     found["validation stream"] = summary(generate(engine, SAMPLES, world, stream="validation"))
     found["greedy"] = summary(generate(engine, SAMPLES, world, temperature=0.0, n=1, log_probs=False))
 
+    def log_probs_of(samples):
+        return [r.rollout_log_probs for r in generate(engine, samples, world, n=1, max_response_len=8)]
+
     # More prompt tokens at once than the engine takes in one step: no prompt may be torn in two.
     crowd = [
         Sample(uid=uid, prompt_ids=[1 + (7 * uid + 3 * place) % 150 for place in range(240)], data_source="",
@@ -169,11 +172,15 @@ def main(path, out, tp_size):
     found["one step stale"] = stops(lambda: weight_sync.verify(names))
     weight_sync.copy()
     found["after another sync"] = stops(weight_sync.verify)
+    old = log_probs_of(crowd)  # prompts of more than a block, which the engine now remembers
+    engine.sleep()
     optimizer.zero_grad()
     forward_policy(policy, batch, temperature=TEMPERATURE)[0].sum().backward()
     optimizer_step(policy, optimizer, clip_grad=1.0)
     weight_sync.copy()  # from and to the places of the first copy
     found["after a third sync"] = stops(weight_sync.verify)
+    new, _, afresh = log_probs_of(crowd), engine._llm.reset_prefix_cache(), log_probs_of(crowd)
+    found["nothing of the old weights is left"] = new != old and new == afresh
 
     # Stop strings: every token becomes text at once.
     with_text = RolloutEngine(

@@ -89,6 +89,24 @@ def test_every_step_trains_on_rollouts_of_the_current_policy(two_ranks):
     assert rows[1]["actor/kl_loss"] != rows[3]["actor/kl_loss"] > 0  # the policy has left the reference
 
 
+def test_the_loss_is_the_policys_less_the_entropy_bonus_plus_the_kl(two_ranks, other_options):
+    for row in [row for _, run in (two_ranks, other_options) for row in read_metrics(run)[1:]]:
+        bonus, kl = 1e-3 * row["actor/entropy_loss"], 0.01 * row["actor/kl_loss"]
+        assert row["actor/loss"] == pytest.approx(row["actor/pg_loss"] - bonus + kl, abs=1e-6)
+        assert bonus > 1e-5 and abs(kl) > 1e-5  # or a wrong sign would not show
+
+
+def test_the_loss_terms_follow_the_options_of_aggregation_and_kl(two_ranks, other_options):
+    """From the means over tokens. In step 1 the policy before the update is the reference: -ppo_kl is the mean k1."""
+    row = read_metrics(other_options[1])[1]
+    share = row["response_length/mean"] / 7  # a response's tokens over --loss-scale-factor
+    assert row["actor/entropy_loss"] == pytest.approx(share * row["actor/entropy"], rel=1e-5)
+    assert row["actor/kl_loss"] == pytest.approx(-share * row["actor/ppo_kl"], rel=1e-3)
+    row = read_metrics(two_ranks[1])[1]
+    assert row["actor/entropy_loss"] == pytest.approx(row["actor/entropy"], rel=0.01)  # means of unequal mini-batches
+    assert row["actor/kl_loss"] > 0 > -row["actor/ppo_kl"]  # of k3, which is never negative
+
+
 def test_the_terminal_shows_the_run_and_not_the_libraries(two_ranks):
     done, run = two_ranks
     lines = done.stdout.splitlines()
@@ -137,6 +155,7 @@ def other_options(files):
     words = options(
         files, "other", "--rollout.stop", *string.ascii_lowercase, "--rollout.log-probs", "False", "--update-epochs",
         "2", "--model.gradient-checkpointing", "True", "--eval.n", "4", "--eval.temperature", "1.0",
+        "--loss-agg-mode", "seq-mean-token-sum-norm", "--loss-scale-factor", "7", "--kl-loss-type", "k1",
         "--reward.path", str(files / "second_validation.py"),
     )  # fmt: skip
     command = [sys.executable, *words]

@@ -206,7 +206,7 @@ def test_a_filtered_step_trains_on_groups_with_a_signal(found):
 def test_a_run_learns_from_interrupted_responses(folder):
     words = options(
         folder, "run", "--num-steps", "4", "--eval.every", "0", "--rollout.partial-share", "0.6", "--reward.name",
-        "of_all", "--update-epochs", "2",
+        "of_all", "--mini-batch-size", "16",
     )  # fmt: skip
     done = torchrun(2, *words)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -219,6 +219,10 @@ def test_a_run_learns_from_interrupted_responses(folder):
         assert {name for name in row if name.startswith("partial/")} <= DOCUMENTED
         assert row["training/rollout_log_probs_diff/max"] < 1e-3  # of the tokens that this step sampled
         assert 0 < row["training/stale_tokens_ratio"] <= 1 and row["actor/grad_norm"] > 0
+        # Before a single update only stale tokens ask for old log-probs (mini-batches of 16: at 24 there would be two).
+        assert row["perf/total_num_tokens"] < 24 * (row["prompt_length/mean"] + row["response_length/mean"])
+        assert row["timing_s/old_log_prob"] > 0
+    assert all(abs(row["actor/ppo_kl"]) > 1e-3 for row in others[1:])  # the policy has left the one that sampled them
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def test_every_tensor_is_compared_and_stale_or_missing_weights_are_found(found, 
     assert len(found[layout]["names"]) == 8
     assert "differ in bits" in found[layout]["one step stale"]
     assert found[layout]["after another sync"] is found[layout]["after a third sync"] is None
+    assert found[layout]["nothing of the old weights is left"]
     unsynced = found[layout]["one layer unsynced"]
     assert "1 tensors differ in bits, such as model.layers.1.mlp.down_proj.weight" in unsynced
 

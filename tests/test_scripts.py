@@ -1,5 +1,6 @@
 """The scripts repeat one another word for word where they share a phase."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -10,6 +11,14 @@ ROOT = Path(__file__).resolve().parents[1]
 EXTENDED = {"Setup: everything that can be wrong with the input, before a model is loaded",
             "Setup: the engine on the empty GPU, then the policy"}  # fmt: skip
 """Phases in which train_ppo.py has lines of its own between the shared ones."""
+PASSED = {
+    "Collector": {"mask_truncated=cfg.overlong.mask_truncated"},
+    "loss_denominator": {"mini_batch", "cfg.agg_mode", "scale=cfg.loss_scale"},
+    "aggregate": {"cfg.agg_mode"},
+    "policy_loss.weigh": {"token_loss", "micro_batch"},
+    "kl_to_reference": {"kl_type=cfg.kl_loss_type"},
+}
+"""What a call passes, where a short run on a CPU shows no wrong one: its importance weights, for one, are all 1."""
 
 
 def phases(script):
@@ -39,6 +48,16 @@ def test_ppo_adds_values_and_the_critics_update_in_their_places():
     assert order.index(added[0]) < order.index(next(name for name in order if "advantages;" in name))
     assert order.index(added[1]) + 1 == next(place for place, name in enumerate(order) if name.startswith("Policy"))
     assert [name for name in order if name in GRPO] == list(GRPO)
+
+
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
+def test_the_script_hands_on_what_the_config_says(script):
+    nodes = ast.walk(ast.parse((ROOT / script).read_text()))
+    calls = [(ast.unparse(node.func), {*map(ast.unparse, [*node.args, *node.keywords])})
+             for node in nodes if isinstance(node, ast.Call)]  # fmt: skip
+    for function, expected in PASSED.items():
+        found = [passed for called, passed in calls if called == function]
+        assert found and all(expected <= passed for passed in found), function
 
 
 def test_the_policys_schedule_begins_when_it_begins_to_learn():
