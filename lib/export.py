@@ -215,7 +215,8 @@ def check_target(target: Path, checkpoint: Path, *, force: bool) -> None:
     if foreign:
         raise UserError(
             f"--target-dir is taken by something that is no merged model; {target}; found {foreign}, expected a folder "
-            "with nothing but a model's files; choose a new folder, or move this away yourself"
+            "with nothing but a model's files (config.json, model*.safetensors, tokenizer*); choose a new "
+            "folder, or move this away yourself"
         )
     if not force:
         raise UserError(
@@ -230,7 +231,7 @@ def _foreign(folder: Path, source: Path) -> str | None:
     Many folders have a config.json, runs among them, so a model is known by its weights too.
     """
     if not (folder / "config.json").is_file() or not any(folder.glob("model*.safetensors")):
-        return f"{listing(folder)}, which is no config.json with model.safetensors"
+        return listing(folder)
     own = {path.relative_to(source) for path in source.rglob("*")}  # the code of a model, for one
     for path in folder.rglob("*"):
         is_model_file = path.is_file() and path.parent == folder and any(map(path.match, MODEL_FILES))
