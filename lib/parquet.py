@@ -9,6 +9,7 @@ import os
 import stat
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -320,17 +321,26 @@ def _texts(rows: Rows) -> "pa.LargeStringArray":
 
 
 def write_rows(path: Path, rows: list[dict]) -> None:
-    """Writes rows as parquet, whole or not at all, with a checksum for every page (found again by read_rows)."""
+    """Writes rows as parquet, whole or not at all, with a checksum for every page (found again by read_rows).
+
+    Raises UserError when the folder cannot be made or written.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with staged.open("wb") as file:
             pq.write_table(pa.Table.from_pylist(rows), file, write_page_checksum=True)
             file.flush()
             os.fsync(file.fileno())
         os.replace(staged, path)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the parquet file; {path}; found {error.strerror or error}, expected a folder that can be "
+            "made and written; free some space, or choose another folder"
+        ) from error
     finally:
-        staged.unlink(missing_ok=True)
+        with suppress(OSError):
+            staged.unlink()

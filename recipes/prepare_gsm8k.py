@@ -117,13 +117,7 @@ def prepare(cfg: PrepareConfig) -> None:
             raise UserError(f"no problems; {path}; found 0, expected {NUM_ROWS[split]}; download the file again")
     for split, split_rows in rows.items():
         path = folder / f"{split}.parquet"
-        try:
-            write_rows(path, split_rows)
-        except OSError as error:
-            raise UserError(
-                f"cannot write; --out {path}; found {error.strerror or error}, expected a folder that can be written; "
-                "give another --out"
-            ) from error
+        write_rows(path, split_rows)
         note = "" if len(split_rows) == NUM_ROWS[split] else f" (the original has {NUM_ROWS[split]})"
         print(f"{path}: {len(split_rows)} rows{note}")
 

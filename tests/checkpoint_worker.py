@@ -40,6 +40,7 @@ from tests.update_worker import backward
 from train_grpo import GRPOConfig
 
 NUM_PROMPTS = 10
+REWARD = "reward: compute_score in /a/b.py (sha256 ab); warning: it printed"
 
 
 def make_prompts():
@@ -111,7 +112,7 @@ def train(cfg, world, *, full=None, poor=None, broken=None, validate=lambda step
         policy = load_policy(cfg.model, str(files.folder), cfg.fsdp, world)
         optimizer = build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload)
         resume.load_("actor", policy, optimizer, world)
-        run.say(resume.in_words(cfg, cfg.num_steps, reward="reward: none"))
+        run.say(resume.in_words(cfg, cfg.num_steps, reward=REWARD))
         collector = Collector(
             None, None, prompts, None, rollout=cfg.rollout, reward=cfg.reward, filter_groups=cfg.filter_groups,
             prompts_per_step=cfg.prompts_per_step, mini_batch_size=cfg.mini_batch_size, with_greedy=False,
@@ -122,7 +123,7 @@ def train(cfg, world, *, full=None, poor=None, broken=None, validate=lambda step
         )
         progress.restore(resume.trainer)
         checkpointer = stack.enter_context(Checkpointer(
-            cfg.checkpoint, run, world, config=to_json(cfg), reward="", progress=progress, num_steps=cfg.num_steps,
+            cfg.checkpoint, run, world, config=to_json(cfg), reward=REWARD, progress=progress, num_steps=cfg.num_steps,
             models={"actor": Trained(model=policy, optimizer=optimizer, folder=files.folder)}, resumed=resume.path,
             trainer=resume.trainer,
         ))  # fmt: skip

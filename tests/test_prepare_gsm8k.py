@@ -130,9 +130,9 @@ def test_an_output_that_cannot_be_written_is_refused_by_both_recipes(tmp_path, m
     local_files(tmp_path)
     (tmp_path / "file").write_text("a file")
     arithmetic = prepare_arithmetic.ArithmeticConfig(out=out)
-    problem = "cannot be opened" if out[0] in "~x" else "cannot write"
-    refusal(lambda: prepare(PrepareConfig(local_dir=str(tmp_path), out=out)), problem, "--out", out, "give another")
-    refusal(lambda: prepare_arithmetic.main(arithmetic), problem, "--out", out, "give another")
+    problem = ("--out cannot be opened",) if out[0] in "~x" else ("cannot write the parquet file", "another folder")
+    refusal(lambda: prepare(PrepareConfig(local_dir=str(tmp_path), out=out)), *problem, out)
+    refusal(lambda: prepare_arithmetic.main(arithmetic), *problem, out)
 
 
 def test_the_command_line_takes_both_folders():

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from dataclasses import replace
 
 import pytest
 
@@ -13,7 +12,7 @@ from lib.errors import DamagedCheckpoint, UserError
 from lib.launch import check_input
 from lib.resume import MAY_DIFFER, find_resume
 from lib.run_folder import launch_id, lock_folder, read_metrics, read_status
-from tests.checkpoint_worker import config, train
+from tests.checkpoint_worker import REWARD, config, train
 from tests.tiny import make_model, make_questions, make_tokenizer
 
 
@@ -139,15 +138,9 @@ def launched(run, monkeypatch):
 def test_another_reward_file_is_told(model, run):
     cfg = options(model, run)
     resume = find_resume(cfg, SINGLE)
-    resume = replace(resume, trainer={**resume.trainer, "reward": reward_line("ab")})
-    assert "warning: the reward function's file is another: sha256 ab there, cd here" in resume.in_words(
-        cfg, 6, reward=reward_line("cd")
-    )
-    assert "reward function" not in resume.in_words(cfg, 6, reward=reward_line("ab"))
-
-
-def reward_line(digest):
-    return f"reward: compute_score in /a/b.py (sha256 {digest}); warning: it printed"
+    assert "reward function" not in resume.in_words(cfg, 6, reward=REWARD)
+    words = resume.in_words(cfg, 6, reward=REWARD.replace("sha256 ab", "sha256 cd"))
+    assert "warning: the reward function's file is another: sha256 ab there, cd here" in words
 
 
 def test_the_same_launch_starts_again_where_it_has_no_checkpoint_yet(model, launched):

@@ -12,6 +12,8 @@ EXTENDED = {"Setup: everything that can be wrong with the input, before a model 
             "Setup: the engine on the empty GPU, then the policy"}  # fmt: skip
 """Phases in which train_ppo.py has lines of its own between the shared ones."""
 PASSED = {
+    "Checkpointer": {"reward=reward_note"},
+    "resume.in_words": {"reward=reward_note"},
     "Collector": {"mask_truncated=cfg.overlong.mask_truncated"},
     "loss_denominator": {"mini_batch", "cfg.agg_mode", "scale=cfg.loss_scale"},
     "aggregate": {"cfg.agg_mode"},
