@@ -197,11 +197,20 @@ def test_check_accepts_the_built_in_graders():
     assert line == "reward: lib.rewards.arithmetic for arithmetic, lib.rewards.gsm8k for openai/gsm8k"
 
 
-@pytest.mark.parametrize("returned", ["None", "0", "{'score': None}", "{'score': 1, 'pred': 'x'}"])
-def test_check_accepts_scores_and_declined_rows(tmp_path, returned):
+@pytest.mark.parametrize(
+    ("returned", "all_declined"),
+    [
+        ("None", True),
+        ("{'score': None}", True),
+        ("None if ground_truth == '7' else 1", False),
+        ("0", False),
+        ("{'score': 1, 'pred': 'x'}", False),
+    ],
+)
+def test_check_accepts_scores_and_declined_rows(tmp_path, returned, all_declined):
     line = check_reward(RewardConfig(path=write(tmp_path, f"return {returned}")), {"mine"}, rows("7", "8"))
-    declined = "warning: it returned None for all of 2 trials: what has no score is not trained on"
-    assert (declined in line) == ("None" in returned)
+    told = "warning: it returned None for all of 2 trials: what has no score is not trained on"
+    assert (told in line) == all_declined
 
 
 @pytest.mark.parametrize(
