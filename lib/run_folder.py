@@ -218,8 +218,8 @@ def _rows(run_dir: Path, unwritten: bytes = b"") -> list[dict[str, Any]]:
                 rows.append({**row, "step": row["step"] + 0})  # a number
         except (ValueError, TypeError, KeyError):
             raise UserError(
-                f"a line of the run's metrics is damaged; {path}; found {line[:40]!r} in line {number}, expected "
-                '{"step": NUMBER, ...}; remove the line, or move the file away'
+                f"a line of the run's metrics is damaged; {path}; found {line[:40].decode(errors='replace')!r} in line "
+                f'{number}, expected {{"step": NUMBER, ...}}; remove the line, or move the file away'
             ) from None
     return rows
 
