@@ -6,8 +6,11 @@ SHELL := /bin/bash
 SEED ?= 0
 RUN ?= runs/quickstart
 HAS_GPU := $(shell [ -e /proc/driver/nvidia/version ] || command -v nvidia-smi >/dev/null 2>&1 && echo yes)
-GPUS := $(if $(HAS_GPU),$(shell \
-  if [ -n "$$CUDA_VISIBLE_DEVICES" ]; then tr , '\n' <<< "$$CUDA_VISIBLE_DEVICES"; else nvidia-smi --list-gpus; fi | wc -l))
+# GPUs that a process here sees: those that CUDA_VISIBLE_DEVICES names, else all; of slices of them (MIG) only one.
+GPUS := $(if $(HAS_GPU),$(shell nvidia-smi --list-gpus 2>/dev/null | \
+  awk -v seen="$${CUDA_VISIBLE_DEVICES-all}" '/^GPU/ { all++ } /MIG/ { sliced = 1 } END { \
+    sub(/(^|,) *-.*/, "", seen); count = seen == "all" ? all : split(seen, names, ","); \
+    if (all && count > all) count = all; if (count > 1 && (sliced || seen ~ /MIG/)) count = 1; print count + 0 }'))
 # The quickstart's ranks: 2, or 1 on a machine with a single GPU.
 RANKS ?= $(if $(filter 1,$(GPUS)),1,2)
 REQUIREMENTS := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)

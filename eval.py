@@ -26,6 +26,7 @@ from lib.eval_files import (
     Group,
     Parts,
     check_output,
+    date_of,
     groups_of,
     only_writer,
     parts_folder,
@@ -37,10 +38,11 @@ from lib.eval_model import EvalModel, find_model, load_engine_, load_prompts, wh
 from lib.eval_report import render_page, summarise, summary_table
 from lib.eval_scores import collect_scores, submit, try_reward
 from lib.evaluate import decode
-from lib.launch import check_same_config, check_same_prompts, check_tensor_parallel
+from lib.launch import check_engines, check_same_config, check_same_prompts
 from lib.model import ModelConfig
 from lib.rollout import RolloutConfig, RolloutEngine, training_sampling
 from lib.scoring import RewardConfig, Scorer
+from lib.secret_values import blank
 from lib.terminal import Terminal
 from lib.types import Sample
 
@@ -86,6 +88,7 @@ class EvalScriptConfig:
         names = ("log_probs", "sleep", "partial_share", "max_continued", "max_log_probs_diff")
         chosen = [f"--rollout.{name}" for name in names if getattr(self.rollout, name) != getattr(default, name)]
         chosen += ["--model.gradient-checkpointing"] * (self.model.gradient_checkpointing is not None)
+        chosen += ["--model.reference-path"] * (self.model.reference_path is not None)
         if chosen:
             raise UserError(
                 f"an option that only training has; {', '.join(chosen).replace('_', '-')}; found it set, expected it "
@@ -115,9 +118,10 @@ def evaluate(cfg: EvalScriptConfig) -> None:
         samples = [rows.sample(row, uid=row) for row in kept]
         state, logs, log = {}, None, None
     else:
-        world.agree(lambda: check_tensor_parallel(cfg.rollout, world))
+        world.agree(lambda: check_engines(cfg.rollout, world))
         model = find_model(cfg.model.path, cfg.data, cfg.rollout, world)
-        stop_ids, prompts = world.agree(lambda: load_prompts(cfg.data, model, rows))
+        date = world.on_rank_0(lambda: date_of(cfg.output))
+        stop_ids, prompts = world.agree(lambda: load_prompts(cfg.data, model, rows, date=date))
         check_same_prompts(prompts, prompts, world)
         samples, kept = prompts.all_samples(), prompts.kept
         dtype = str(cfg.model.compute_dtype(world)).removeprefix("torch.")
@@ -154,8 +158,8 @@ def evaluate(cfg: EvalScriptConfig) -> None:
             summaries = summarise(finished, [sample.data_source for sample in samples])
             title = f"{cfg.model.path or 'Responses'} on {', '.join(cfg.data.files)}"
             page = render_page(title, summaries, finished, samples, lambda place: rows[kept[place]]["prompt"])
-            text = json.dumps({"responses": state, "reward": reward_note, "summary": summaries}, indent=2)
-            write_atomically(output.with_suffix(".html"), page.encode())
+            text = json.dumps(blank({"responses": state, "reward": reward_note, "summary": summaries}), indent=2)
+            write_atomically(output.with_suffix(".html"), blank(page).encode())
             write_atomically(output.with_suffix(".json"), f"{text}\n".encode())
             write_output(output, table.take(list(kept)), finished)
             if not cfg.score_only:

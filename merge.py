@@ -21,6 +21,7 @@ from lib.checkpoint_files import MANIFEST, verify
 from lib.config import parse_cli, reporting_errors, resolve_path
 from lib.errors import DamagedCheckpoint, LockstepError, UserError, check_fields
 from lib.export import check_target, check_tensors, compare_folders, expected_tensors, export, new_folder
+from lib.regular_files import check_tree
 from lib.verl_shards import is_verl, read_verl_shards
 from lib.weight_files import listing, read_json
 from lib.whole_tensors import Shards, read_shards
@@ -120,6 +121,7 @@ def find_model(local_dir: str) -> Path:
             f"the checkpoint does not say what model it is; {folder}; found no huggingface/config.json; copy that "
             "folder from the run, or config.json and the tokenizer's files from the model that was trained"
         )
+    check_tree(folder)
     return folder
 
 

@@ -19,7 +19,6 @@ from lib.config import parse_cli, plug_in, reporting_errors, to_json
 from lib.console import StartupTimer
 from lib.critic import CriticConfig
 from lib.critic_loss import value_loss
-from lib.data import PromptStream
 from lib.dist import init_distributed, shutdown_distributed
 from lib.errors import Stopped, UserError
 from lib.evaluate import evaluate
@@ -37,7 +36,9 @@ from lib.metrics import (
     update_metrics,
 )  # fmt: skip
 from lib.optim import build_optimizer, moments_to_come, optimizer_step, set_lr_
+from lib.prompt_stream import PromptStream
 from lib.rollout import RolloutEngine
+from lib.rollout_files import save_rollouts
 from lib.sampling import Collector
 from lib.scoring import Scorer
 from lib.shaping import shape_rewards
@@ -95,15 +96,17 @@ def train(cfg: PPOConfig) -> None:
         stopper = Stopper(world, max_minutes=cfg.max_minutes)
     with startup.phase("check the input"):
         files, model_files, resume = check_input(cfg, world)
-        critic_files = check_critic(cfg, cfg.critic, model_files, world)
+        critic_files = check_critic(cfg, cfg.critic, model_files, resume, world)
     with startup.phase("try the reward function"):
         if files.train is not None:  # rows of a dataset class are made with the tokenizer
             reward_note = world.agree(lambda: try_reward(cfg, files.train, files.val))
     with startup.phase("tokenise the prompts"):
-        tokenizer, stop_ids, train_set, val_set = world.agree(lambda: load_prompts(cfg, files, model_files, world))
+        tokenizer, stop_ids, train_set, val_set = world.agree(
+            lambda: load_prompts(cfg, files, model_files, resume, world)
+        )
         check_same_prompts(train_set, val_set, world)
-        prompts = PromptStream(train_set, seed=cfg.seed, shuffle=cfg.data.shuffle)
-        resume.restore_prompts(prompts)
+        prompts = PromptStream(train_set, seed=cfg.seed, shuffle=cfg.data.shuffle, curriculum=cfg.data.curriculum)
+        resume = resume.restore_prompts(prompts)
         val_samples = val_set.all_samples()
         if files.train is None:
             reward_note = world.agree(lambda: try_reward(cfg, train_set.rows, val_set.rows))
@@ -118,7 +121,7 @@ def train(cfg: PPOConfig) -> None:
 
     run = Run(
         cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=num_steps, overwrite=cfg.overwrite,
-        last_row=resume.last_row, resumable=resume.in_place and resume.path is not None,
+        last_row=resume.last_row, resumable=resume.in_place and resume.path is not None, date=resume.date,
     )  # fmt: skip
     sources = data_sources(cfg, train_set.rows, val_set.rows)
     scoring = dict(reward_keys=cfg.advantage.reward_keys, log_path=run.dir / "logs" / f"rewards_{world.rank}.log")
@@ -149,15 +152,15 @@ def train(cfg: PPOConfig) -> None:
         with startup.phase("load the policy"):
             policy = load_policy(
                 cfg.model, str(model_files.folder), cfg.fsdp, world, max_tokens_per_gpu=cfg.max_tokens_per_gpu,
-                with_reference=cfg.needs_reference,
+                num_frozen_parameters=model_files.num_frozen_parameters,
                 reserved_bytes=held_bytes(critic_files.num_parameters, cfg.critic.fsdp, world),
             )  # fmt: skip
             optimizer = world.agree(lambda: build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload))
             resume.load_("actor", policy, optimizer, world)
             trained = {"actor": Trained(model=policy, optimizer=optimizer, folder=model_files.folder)}
             reference = None
-            if cfg.needs_reference:
-                reference = load_policy(cfg.model, str(model_files.folder), cfg.fsdp, world, trainable=False)
+            if model_files.reference is not None:
+                reference = load_policy(cfg.model, str(model_files.reference.folder), cfg.fsdp, world, trainable=False)
                 offload(cfg.fsdp, reference)
         with startup.phase("load the critic"):
             critic = load_critic(
@@ -205,7 +208,7 @@ def train(cfg: PPOConfig) -> None:
         progress.restore(resume.trainer)
         checkpointer = stack.enter_context(Checkpointer(
             cfg.checkpoint, run, world, config=to_json(cfg), reward=reward_note, models=trained, progress=progress,
-            num_steps=num_steps, resumed=resume.path, trainer=resume.trainer,
+            num_steps=num_steps, resumed=resume.path, trainer=resume.trainer, began_from=model_files.began_from,
         ))  # fmt: skip
         for step in range(resume.step + 1, num_steps + 1):
             metrics = Metrics(world)
@@ -359,6 +362,7 @@ def train(cfg: PPOConfig) -> None:
                     values |= evaluate(engine, val_samples, scorer, tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
                                        reward=cfg.reward, world=world, run=run, stopper=stopper, step=step)  # fmt: skip
                     engine.sleep()
+            values |= save_rollouts(step, collected.rollouts, batch, train_set, tokenizer, cfg=cfg, run=run)
             run.log(step, values)
             if step == resume.step + 1:
                 gc.collect()

@@ -7,12 +7,12 @@
     RUN/global_step_N/critic             the same of a critic
 
 The folder's protocol is lib/checkpoint_files.py's, the tensors' files are lib/tensor_files.py's. There is no random
-state to save: prompts and request seeds are functions of --seed and a position, nothing else draws.
+state to save: prompts and request seeds are functions of --seed, a position and a curriculum's pools, and nothing else
+draws.
 """
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from lib.beside_weights import BESIDE_WEIGHTS, copy_file
 from lib.checkpoint_files import (
     FileEntry,
     check_space,
@@ -37,12 +38,14 @@ from lib.checkpoint_files import (
     stage,
 )
 from lib.console import VALIDATION_NAME
-from lib.data import PromptStream
 from lib.dist import World
 from lib.errors import LockstepError, Stopped, UserError, check_fields
 from lib.kl import KLController
 from lib.model import CausalPolicy, Critic
+from lib.optim import schedule_end
+from lib.prompt_stream import PromptStream
 from lib.sampling import Collector
+from lib.secret_values import blank
 from lib.tensor_files import (
     HostCopy,
     Pieces,
@@ -54,14 +57,8 @@ from lib.tensor_files import (
     write_pieces,
 )
 from lib.tracking import Run
+from lib.trainer_file import TRAINER
 
-TRAINER = "trainer.json"
-BESIDE_WEIGHTS = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json"),
-)
-"""The files of a model folder that a checkpoint repeats, where there are such."""
 SLACK = 2**26  # bytes for what is not a tensor: tokenizer, left-over rollouts
 
 
@@ -70,7 +67,8 @@ class CheckpointConfig:
     """When checkpoints are written, which ones stay, and what a run continues from."""
 
     resume: str = "auto"
-    """auto: continue from the newest whole checkpoint in --run-dir, if there is one; never; or a checkpoint's path."""
+    """auto: continue from the newest whole checkpoint in --run-dir, if there is one; never; or a checkpoint's path:
+    into a new --run-dir that is a branch, whose options may differ."""
     every: int = 0
     """Steps between checkpoints, 0: none by steps."""
     every_minutes: float = 30.0
@@ -136,7 +134,8 @@ class Progress:
         if trainer is not None:
             self.kl_controller.restore(trainer["kl_controller"])
             self.constant_groups[:] = trainer["constant_groups"]
-            self.collector.restore(trainer["collectors"])
+            if trainer["collectors"]:  # a branch may have left them behind
+                self.collector.restore(trainer["collectors"])
 
 
 @dataclass(frozen=True)
@@ -164,12 +163,12 @@ class Checkpointer:
     def __init__(
         self, cfg: CheckpointConfig, run: Run, world: World, *, config: Mapping[str, Any], reward: str,
         models: Mapping[str, Trained], progress: Progress, num_steps: int, resumed: Path | None,
-        trainer: Mapping[str, Any] | None,
+        trainer: Mapping[str, Any] | None, began_from: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         """`reward`: the line of `check_reward`. `models` by their folder's name (actor, critic). `resumed`: the
-        checkpoint that the run goes on from, which stays, and its trainer.json."""
+        checkpoint that the run goes on from, which stays, and its trainer.json. `began_from`: the model files'."""
         self.cfg, self.run, self.world, self.models = cfg, run, world, models
-        self.config, self.reward = config, reward
+        self.config, self.reward, self.began_from = config, reward, dict(began_from or {})
         self.progress, self.num_steps, self.resumed = progress, num_steps, resumed
         self._step = self._saved_step = trainer["step"] if trainer else 0
         self.best = dict(trainer["best"]) if trainer else {}
@@ -321,8 +320,9 @@ class Checkpointer:
         collectors = self.world.gather(state.pop("collector"))
         return {
             "step": self._step, "run_id": self.run.run_id, "world_size": self.world.size, "versions": versions(),
-            "num_steps": self.num_steps, "config": self.config, "reward": self.reward, "best": self.best, **state,
-            "collectors": collectors,
+            "date": self.run.date, "num_steps": self.num_steps, "schedule_end": schedule_end(self.num_steps),
+            "config": blank(self.config), "reward": blank(self.reward), "best": self.best,
+            "began_from": self.began_from, **state, "collectors": blank(collectors),
         }  # fmt: skip
 
     def _write(self, staging: Path, pieces: Mapping[str, Pieces], trainer: Mapping[str, Any]) -> dict[str, FileEntry]:
@@ -399,7 +399,7 @@ def _write_beside_weights(folder: Path, trained: Trained) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for name in BESIDE_WEIGHTS:
         if (trained.folder / name).is_file():
-            shutil.copyfile(trained.folder / name, folder / name)
+            copy_file(trained.folder / name, folder / name)
     if isinstance(trained.model, Critic):  # which may have begun as a causal language model
         trained.model.config.to_json_file(folder / "config.json")
     return sorted(folder.iterdir())

@@ -26,6 +26,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lib.errors import FULL, DamagedCheckpoint, LockstepError, NoSpace, UserError
+from lib.regular_files import open_regular
 
 MANIFEST = "MANIFEST.json"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -237,8 +238,9 @@ def _read_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise UserError(f"no such checkpoint; {folder}; found no folder there; name one that holds {MANIFEST}")
     try:
-        data = path.read_bytes()
-    except (FileNotFoundError, IsADirectoryError):
+        with open_regular(path, error=DamagedCheckpoint) as stream:
+            data = stream.read()
+    except FileNotFoundError:
         raise DamagedCheckpoint(
             f"not a whole checkpoint; {folder}; found no {MANIFEST}, which is written last; use another checkpoint"
         ) from None

@@ -29,8 +29,9 @@ from typing import Annotated, Any, TextIO, TypeVar, Union, get_args, get_origin,
 
 import tyro
 
-from lib.errors import LaunchError, LockstepError, Stopped, UserError, error_line
-from lib.verl_keys import SYNONYMS, VERL_KEYS, verl_hint
+from lib.errors import LaunchError, LockstepError, RankKilled, Stopped, UserError, error_line, printable
+from lib.secret_values import blank_keys, blank_message, remember
+from lib.verl_keys import NO_CRITIC, SYNONYMS, VERL_KEYS, verl_hint
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ def parse_cli(default: T, argv: Sequence[str] | None = None) -> T:
     """The config `default` with the command line's values; on bad input prints one line and exits with code 2."""
     argv = sys.argv[1:] if argv is None else list(argv)
     with reporting_errors(debug=_wants_debug(argv)):
-        return parse_args(default, argv)
+        return remember(parse_args(default, argv))
 
 
 def _wants_debug(argv: Sequence[str]) -> bool:
@@ -181,7 +182,7 @@ def _refuse_unknown(argv: list[str], options: dict[str, Any], known: list[str]) 
             spelling = f"{empty}={word}" if empty else "OPTION=VALUE"
             hint += f" (write {spelling} for a value that begins with {dashes})" if empty or not near else ""
         elif hint is None and room < 1:
-            hint = verl_hint("--" + word)  # a sub-command of verl's, or a key without its dashes
+            hint = verl_hint("--" + word, known)  # a sub-command of verl's, or a key without its dashes
         if hint is not None:
             problems.append(f"{name}: {hint}")
         elif room < 1:
@@ -209,11 +210,11 @@ def _hint(word: str, known: list[str]) -> str | None:
     name, equals, _ = word.partition("=")
     if name.startswith("--critic."):  # so begin options of ours, and keys of verl's
         has_critic = any(option.startswith("--critic.") for option in known)
-        return None if has_critic else "of PPO's critic: start train_ppo.py, or a recipe of it; here is none"
+        return None if has_critic else NO_CRITIC
     key = name.lstrip("+~")
     if equals and key not in VERL_KEYS and (ours := _normal("--" + key)) in known:
         return f"write {ours}"
-    return verl_hint(word)
+    return verl_hint(word, known)
 
 
 def _nearest_option(name: str, known: list[str]) -> str:
@@ -278,7 +279,6 @@ def _explain(event: tyro._errors.ParseErrorEvent, argv: list[str]) -> str:
         return f"{words!r} belongs to no option; command line; expected --option value; quote values that hold spaces"
     assert isinstance(event, errors.InstantiationFailure | errors.BadValue | errors.InvalidChoice), event
     argument = event.argument
-    assert argument is not None, event
     name = argument.display_name()
     found = " ".join(_values(name, argv)) or "no value"
     if isinstance(event, errors.InvalidChoice):
@@ -339,10 +339,12 @@ def reporting_errors(*, debug: bool = False) -> Iterator[None]:
 
     def tell(text: str) -> None:
         with suppress(OSError):  # into a file on a full disk: the exit code must still be the error's
-            print(text, file=terminal, flush=True)
+            print(printable(blank_message(text)), file=terminal, flush=True)
 
     try:
         yield
+    except RankKilled as error:  # it is told; nobody waits for a rank that cannot come
+        raise SystemExit(error.code) from error
     except LockstepError as error:
         if debug:
             tell(traceback.format_exc())
@@ -429,7 +431,7 @@ def _is_first_rank() -> bool:
 def to_json(config: Any) -> dict[str, Any]:
     """The config as nested dicts that `json` can write: tuples as lists, functions as "file:name", inf as "inf".
 
-    An object in a plug-in field becomes {"name": its class, **its fields}.
+    An object in a plug-in field becomes {"name": its class, **its fields}; secrets in free-form objects are blanked.
     """
     fields = {}
     for field in dataclasses.fields(config):
@@ -448,7 +450,7 @@ def _to_json(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _to_json(entry) for key, entry in value.items()}
+        return blank_keys({str(key): _to_json(entry) for key, entry in value.items()})
     if isinstance(value, list | tuple):
         return [_to_json(entry) for entry in value]
     if isinstance(value, Path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-VALIDATION_NAME = re.compile(r"val-core/(.+)/([^/]+)/((?:mean|best|maj)@\d+)(?:/mean)?")
+VALIDATION_NAME = re.compile(r"val-core/(.+)/([^/]+)/((?:mean|best|maj)@\d+|greedy)(?:/mean)?")
 """A core validation metric: source, variable, statistic."""
 
 # ---- What the terminal shows ----

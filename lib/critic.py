@@ -4,7 +4,7 @@ lib/critic_loss.py."""
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from lib.errors import check_fields
+from lib.errors import UserError, check_fields
 from lib.fsdp import FSDPConfig
 from lib.model import ModelConfig
 from lib.optim import OptimConfig
@@ -45,3 +45,8 @@ class CriticConfig:
             update_epochs=(epochs is None or epochs >= 1, "at least 1, or None"),
             max_tokens_per_gpu=(tokens is None or tokens >= 1, "at least 1, or None"),
         )
+        if self.model.reference_path is not None:
+            raise UserError(
+                f"no KL holds a critic; --critic.model.reference-path {self.model.reference_path}; found it set, "
+                "expected it left out; leave it out, or give --model.reference-path"
+            )

@@ -1,13 +1,11 @@
-"""From data files to prompts: config, tokenizer, chat template, length limit, and the endless seeded prompt stream.
+"""From data files to prompts: config, tokenizer, chat template and length limit.
 
-Rows come checked from lib/parquet.py or from a custom dataset class. Every rank holds all prompts and sees the same
-stream; which rank generates what is decided elsewhere.
+Rows come checked from lib/parquet.py or from a custom dataset class. Every rank holds all prompts.
 """
 
 import hashlib
 import json
 import re
-import traceback
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from lib.chat_template import CannotSplit, ChatTemplate, ControlTokens, first_line, template_line
 from lib.config import JsonObject
 from lib.custom_dataset import check_dataset_class, custom_rows
 from lib.errors import UserError, check_fields
-from lib.parquet import Rows, answer_kinds, check_answer_kinds, count_overlap, read_rows, resolve_file
+from lib.parquet import Rows, answer_kinds, check_answer_kinds, count_overlap, is_unicode, read_rows, resolve_file
 from lib.types import Sample
+from lib.weight_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +28,7 @@ Split = Literal["train", "val"]
 OWN_TEMPLATE_ARGUMENTS = (
     *("conversation", "tools", "documents", "messages", "chat_template", "add_generation_prompt", "tokenize"),
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now"),
 )
 ENCODE_ROWS = 1000
 PROGRESS_ROWS = 20_000  # below this many prompts tokenising takes seconds
@@ -52,6 +52,9 @@ class DataConfig:
     """What to do with a longer prompt: stop, or cut tokens at its left, its right, or its middle (halves remain)."""
     chat_template_kwargs: JsonObject = field(default_factory=dict)
     """Variables for the chat template, as JSON: '{"enable_thinking": false}'."""
+    control_tokens: ControlTokens = "keep"
+    """A message that spells a control token of the model (<|im_end|>): keep that token, split it into ordinary text, or
+    stop with an error."""
     dataset_path: str | None = None
     """Python file with a dataset class of your own, used for training and validation; see lib/custom_dataset.py."""
     dataset_name: str | None = None
@@ -62,6 +65,9 @@ class DataConfig:
     """Use only the first rows of the validation data, this many; None: all."""
     shuffle: bool = True
     """Shuffle the training rows anew in every epoch; the order follows from --seed and the epoch alone."""
+    curriculum: bool = False
+    """Draw prompts by what the policy made of them last, instead of epochs: most often those of which some responses
+    were right and others wrong; see lib/curriculum.py."""
 
     def __post_init__(self) -> None:
         limits = {name: getattr(self, name) for name in ("max_prompt_len", "train_max_samples", "val_max_samples")}
@@ -71,11 +77,21 @@ class DataConfig:
                 "half of a custom dataset; --data.dataset-path and --data.dataset-name; found "
                 f"{self.dataset_path} and {self.dataset_name}; expected both or neither; give the other one too"
             )
+        if self.curriculum and not self.shuffle:
+            raise UserError(
+                "two orders of the training rows; --data.curriculum True and --data.shuffle False; found both, "
+                "expected one of them; leave out the other"
+            )
         taken = sorted(set(self.chat_template_kwargs) & set(OWN_TEMPLATE_ARGUMENTS))
         if taken:
             raise UserError(
                 f"a template variable that is set already; --data.chat-template-kwargs; found {', '.join(taken)}; "
                 "expected variables of the model's own template, such as enable_thinking; leave it out"
+            )
+        if not is_unicode(self.chat_template_kwargs):
+            raise UserError(
+                f"text that is not Unicode; --data.chat-template-kwargs; found {self.chat_template_kwargs!a}, "
+                "expected whole characters; write the other half of the surrogate pair too"
             )
 
 
@@ -159,7 +175,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise plain Exception, OSError, KeyError and others
         raise UserError(
-            f"the tokenizer does not load; --model.path {model_path}; {type(error).__name__}: {_first_line(error)}; "
+            f"the tokenizer does not load; --model.path {model_path}; {type(error).__name__}: {first_line(error)}; "
             "copy the model's tokenizer files (tokenizer.json, tokenizer_config.json) again"
         ) from error
     try:
@@ -170,12 +186,12 @@ def load_tokenizer(
             "expected one; use an instruction-tuned model, or copy chat_template.jinja of one into the folder"
         ) from error
     try:
-        (ids,) = _encode(tokenizer, [[{"role": "user", "content": "1 + 1 = ?"}]], chat_template_kwargs or {})
+        (ids,) = ChatTemplate(tokenizer, chat_template_kwargs).encode([[{"role": "user", "content": "1 + 1 = ?"}]])
         if not len(ids):
             raise ValueError("it makes no tokens")
     except Exception as error:
         raise UserError(
-            f"the chat template fails; --model.path {model_path}, {_template_line(error)}; {_first_line(error)} for "
+            f"the chat template fails; --model.path {model_path}, {template_line(error)}; {first_line(error)} for "
             "one user message; mend the template, or check --data.chat-template-kwargs"
         ) from error
     return tokenizer
@@ -186,10 +202,7 @@ def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", model_path: str | Path)
     ids = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     path = Path(model_path) / "generation_config.json"
     if path.is_file():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"not a JSON object; {path}; {error}; copy the model's generation config again") from error
+        found = read_json(path).get("eos_token_id")
         entries = found if isinstance(found, list) else [] if found is None else [found]
         if not all(type(entry) is int and 0 <= entry < len(tokenizer) for entry in entries):
             raise UserError(
@@ -202,25 +215,6 @@ def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", model_path: str | Path)
             "at least 1; set eos_token in tokenizer_config.json"
         )
     return sorted(ids)
-
-
-def _encode(tokenizer: "PreTrainedTokenizerBase", conversations: list[list[dict]], kwargs: dict) -> list[np.ndarray]:
-    """Token ids of each conversation, up to where the assistant begins."""
-    encoded = tokenizer.apply_chat_template(
-        conversations, add_generation_prompt=True, tokenize=True, return_dict=True, **kwargs
-    )
-    return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
-
-
-def _template_line(error: BaseException) -> str:
-    """`template line 12`: where Jinja was when it failed."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
-    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
-    return f"template line {line}" if line else "template line unknown"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 # ---- Prompts ----
@@ -242,13 +236,15 @@ class Prompts:
     longest: int
     """Tokens of the longest prompt before either."""
     warnings: tuple[str, ...]
+    date: str | None = None
+    """The date that the chat template was given, if it printed it."""
 
     def __len__(self) -> int:
         return len(self.kept)
 
     def sample(self, place: int, uid: int) -> Sample:
         """The prompt at a place in file order, under the given uid."""
-        return self.rows.sample(self.kept[place], uid=uid, prompt_ids=self.token_ids[place].tolist())
+        return self.rows.sample(self.kept[place], uid=uid, prompt_ids=self.token_ids[place].tolist(), place=place)
 
     def all_samples(self) -> list[Sample]:
         """Every prompt in file order, uid = place. For validation."""
@@ -271,13 +267,14 @@ def tokenize(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     split: Split,
+    date: str | None = None,
     files_flag: str | None = None,
     show_progress: bool = False,
 ) -> Prompts:
     """The prompts of a split under the chat template, within --data.max-prompt-len. Raises UserError.
 
-    `files_flag`: the option that messages name, None: the split's. Validation without files gives no prompts.
-    Truncation of ids 0..9 to 5: left 5-9, right 0-4, middle 0 1 7 8 9.
+    `date`: what `first_date` gives, None: now. `files_flag`: the option that messages name, None: the split's.
+    Validation without files gives no prompts. Truncation of ids 0..9 to 5: left 5-9, right 0-4, middle 0 1 7 8 9.
     """
     rows = files.train if split == "train" else files.val
     files_flag = files_flag or f"--data.{split}-files"
@@ -292,7 +289,8 @@ def tokenize(
         )
     limit = cfg.train_max_samples if split == "train" else cfg.val_max_samples
     num_rows = len(rows) if limit is None else min(limit, len(rows))
-    token_ids = _encode_rows(cfg, rows, num_rows, tokenizer, show_progress)
+    template = ChatTemplate(tokenizer, cfg.chat_template_kwargs, date=date)
+    token_ids, warnings = _encode_rows(cfg, rows, num_rows, template, files_flag, show_progress)
     lens = [len(ids) for ids in token_ids]
     kept, warning = _apply_limit(cfg, rows, lens, files_flag)
     return Prompts(
@@ -302,7 +300,8 @@ def tokenize(
         num_filtered=num_rows - len(kept),
         num_truncated=sum(lens[row] > cfg.max_prompt_len for row in kept),
         longest=max(lens, default=0),
-        warnings=(*_unused_variables(cfg, tokenizer), *warning),
+        warnings=(*_unused_variables(cfg, tokenizer), *warnings, *warning),
+        date=template.date if template.printed_dates else None,
     )
 
 
@@ -338,9 +337,12 @@ def _apply_limit(cfg: DataConfig, rows: Rows, lens: list[int], files_flag: str) 
 
 
 def _encode_rows(
-    cfg: DataConfig, rows: Rows, num_rows: int, tokenizer: "PreTrainedTokenizerBase", show_progress: bool
-) -> list[np.ndarray]:
-    """Token ids of the first rows. Repeated conversations (DAPO's file: each 100 times) are encoded once."""
+    cfg: DataConfig, rows: Rows, num_rows: int, template: ChatTemplate, files_flag: str, show_progress: bool
+) -> tuple[list[np.ndarray], list[str]]:
+    """Token ids of the first rows, and warnings. Repeated conversations (DAPO's file: each 100 times) are encoded once.
+
+    Raises UserError for a row that the template refuses, or that --data.control-tokens does.
+    """
     from tqdm import tqdm
 
     numbers: dict[str, int] = {}
@@ -351,31 +353,68 @@ def _encode_rows(
             conversations.append(messages)
             first_rows.append(row)
         number_of_row.append(number)
+    warnings = _check_control_tokens(cfg, rows, conversations, number_of_row, template, files_flag)
     encoded: list[np.ndarray] = []
     hidden = not show_progress or len(conversations) < PROGRESS_ROWS
     with tqdm(total=len(conversations), desc="tokenising", unit="prompt", disable=hidden) as bar:
         for start in range(0, len(conversations), ENCODE_ROWS):
             part = conversations[start : start + ENCODE_ROWS]
             try:
-                encoded += _encode(tokenizer, part, cfg.chat_template_kwargs)
+                encoded += template.encode(part, split=cfg.control_tokens == "split")
             except Exception:  # templates raise what they like; the row that did is found one by one
                 for offset, messages in enumerate(part):
-                    _encode_alone(cfg, messages, rows.where(first_rows[start + offset]), tokenizer)
+                    _encode_alone(cfg, messages, rows.where(first_rows[start + offset]), template)
                 raise
             bar.update(len(part))
-    return [encoded[number] for number in number_of_row]
+    if template.printed_dates:
+        dates = " and ".join(sorted(template.printed_dates))
+        warnings.append(f"the chat template prints the date, {dates}: prompts keep it, on whichever day this goes on")
+    return [encoded[number] for number in number_of_row], warnings
 
 
-def _encode_alone(cfg: DataConfig, messages: list[dict], where: str, tokenizer: "PreTrainedTokenizerBase") -> None:
+def _encode_alone(cfg: DataConfig, messages: list[dict], where: str, template: ChatTemplate) -> None:
     """Raises UserError when the template refuses this row."""
     try:
-        _encode(tokenizer, [messages], cfg.chat_template_kwargs)
+        template.encode([messages], split=cfg.control_tokens == "split")
+    except CannotSplit as error:
+        raise UserError(
+            f"a control token cannot be split; --data.control-tokens split, {where}; found "
+            f"{template.spelled(messages)[0]!r} where {error}, expected text that stays as it is; mend or drop the "
+            "row, or choose keep or error"
+        ) from error
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages[:8])
         raise UserError(
-            f"the chat template refuses a row; {where}, {_template_line(error)}; {_first_line(error)}, with the roles "
+            f"the chat template refuses a row; {where}, {template_line(error)}; {first_line(error)}, with the roles "
             f"{roles}; change the row's messages, or use a model whose template takes them"
         ) from error
+
+
+def _check_control_tokens(
+    cfg: DataConfig, rows: Rows, conversations: list[list[dict]], number_of_row: list[int], template: ChatTemplate,
+    files_flag: str,
+) -> list[str]:  # fmt: skip
+    """A warning with the number of rows that spell control tokens; an error, with --data.control-tokens error."""
+    spelled = [template.spelled(messages) for messages in conversations]
+    found = [row for row, number in enumerate(number_of_row) if spelled[number]]
+    if not found:
+        return []
+    where, name = rows.where(found[0]), spelled[number_of_row[found[0]]][0]
+    if cfg.control_tokens == "error":
+        raise UserError(
+            f"a message spells a control token of the model; {where}, and {len(found) - 1} more of "
+            f"{len(number_of_row)} rows; found {name!r}, expected none with --data.control-tokens error; mend or drop "
+            "the rows, or choose split (ordinary text) or keep (that token)"
+        )
+    becomes = (
+        "ordinary text, split into its characters' tokens"
+        if cfg.control_tokens == "split"
+        else "that token, unless --data.control-tokens split makes it ordinary text"
+    )
+    return [
+        f"{len(found)} of {len(number_of_row)} prompts of {files_flag} spell a control token of the model, {where} "
+        f"{name!r}: it becomes {becomes}"
+    ]
 
 
 def _truncated(ids: np.ndarray, limit: int, how: str) -> np.ndarray:
@@ -397,63 +436,3 @@ def _unused_variables(cfg: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> 
 
 
 # ---- Order ----
-
-
-class PromptStream:
-    """The endless stream of training prompts: epoch after epoch, each row once an epoch, uid = epoch x rows + place.
-
-    The order is a function of (seed, epoch) alone, so every rank has the same stream and no global generator is used.
-    """
-
-    def __init__(self, prompts: Prompts, *, seed: int, shuffle: bool = True) -> None:
-        assert len(prompts) > 0 and seed >= 0
-        self.prompts = prompts
-        self.seed = seed
-        self.shuffle = shuffle
-        self._position = 0  # the next uid
-        self._order = (-1, np.empty(0, dtype=np.int64))  # an epoch, and its places in file order
-
-    def next(self, count: int) -> list[Sample]:
-        """The next samples of the stream, across an epoch's end if need be."""
-        uids = range(self._position, self._position + count)
-        self._position += count
-        return [self.sample(uid) for uid in uids]
-
-    def sample(self, uid: int) -> Sample:
-        """The sample at a position of the stream, wherever the stream is now."""
-        return self.prompts.sample(self._place(uid), uid)
-
-    @property
-    def num_drawn(self) -> int:
-        """How many prompts were taken since the first epoch began."""
-        return self._position
-
-    def state(self) -> dict[str, Any]:
-        """The position, as JSON can hold it, and what it is a position in."""
-        epoch, place = divmod(self._position, len(self.prompts))
-        return {"epoch": epoch, "place": place, **self._identity()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken. Raises UserError when the data, the seed or the shuffling differ."""
-        for name, value in self._identity().items():
-            if state[name] != value:
-                raise UserError(
-                    f"the prompts are not those of the checkpoint: another {name}; data stream; found {value}, "
-                    f"expected {state[name]}; give the same data, tokenizer, options and --seed, or start a new run"
-                )
-        self._position = state["epoch"] * len(self.prompts) + state["place"]
-
-    def _identity(self) -> dict[str, Any]:
-        fingerprint, rows = self.prompts.fingerprint, len(self.prompts)
-        return {"rows": rows, "fingerprint": fingerprint, "seed": self.seed, "shuffle": self.shuffle}
-
-    def _place(self, uid: int) -> int:
-        """The row, in file order, of a position in the stream."""
-        epoch, place = divmod(uid, len(self.prompts))
-        if not self.shuffle:
-            return place
-        if self._order[0] != epoch:
-            # Raw bits, sorted: NumPy promises them for all versions, but not the result of its `permutation`.
-            keys = np.random.PCG64([self.seed, epoch]).random_raw(len(self.prompts))
-            self._order = (epoch, np.argsort(keys, kind="stable"))
-        return int(self._order[1][place])

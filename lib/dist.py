@@ -26,7 +26,9 @@ from torch import Tensor
 from lib.errors import LaunchError, LockstepError, UserError
 
 TIMEOUT = timedelta(minutes=60)  # a replica may wait this long for the slowest rollout of another
-JOIN_TIMEOUT = timedelta(minutes=2)  # for ranks started by hand; torchrun has its own limit
+JOIN_TIMEOUT = timedelta(minutes=2)  # for a scheduler's ranks; torchrun has its own limit
+HAND_TIMEOUT = timedelta(seconds=15)  # for ranks started by hand
+SCHEDULERS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  # what starts ranks sets one of these
 REST_TIMEOUT_S = 5.0  # at the very end; a thread that still works then waits for a rank that will never come
 PR_SET_PDEATHSIG = 1
 GLOO_THREAD = "pt_gloo_runloop"
@@ -49,6 +51,14 @@ class World:
         values: list[Any] = [None] * self.size
         torch_dist.all_gather_object(values, value, group=None)
         return values
+
+    def gather_to_rank_0(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on rank 0, nothing elsewhere. For larger objects that it alone writes."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        torch_dist.gather_object(value, values, dst=0, group=None)
+        return values or []
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The element-wise sum over ranks, on every rank. The input is left alone."""
@@ -123,7 +133,7 @@ def init_distributed() -> World:
     """
     if not any(name in os.environ for name in LAUNCH_VARIABLES):
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = "0"  # any that is free: `_join` writes down which
+        os.environ["MASTER_PORT"] = "0"  # which nobody listens at
     rank, size, local_rank = _read_launch_environment()
     settle_elementwise()
     if ATTEMPT in os.environ and sys.platform == "linux":  # where torchrun is killed, nobody else would end its ranks
@@ -206,18 +216,18 @@ def _read_launch_environment() -> tuple[int, int, int]:
 
 
 def _join(rank: int, size: int, *, backend: str, device: torch.device | None) -> None:
-    """Makes the process group at MASTER_ADDR and MASTER_PORT. Raises LaunchError when the ranks do not meet there."""
+    """Makes the process group. Raises LaunchError when the ranks do not meet at MASTER_ADDR and MASTER_PORT."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     try:
-        if not port.isdecimal():
-            raise ValueError("no port number")
-        socket.getaddrinfo(address, int(port))  # torch would try an unknown name again until its time is over
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun listens there: else it is gone already
-            socket.create_connection((address, int(port)), timeout=JOIN_TIMEOUT.total_seconds()).close()
-        store, _, _ = next(torch_dist.rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))
+        if ATTEMPT in os.environ:
+            store = _torchruns_store(rank, size, address, port)
+        elif size > 1:
+            store = _store_of_ranks(rank, size, address, port)
+        else:  # nobody to meet: nothing listens on the network
+            store = torch_dist.HashStore()
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         store.set_timeout(TIMEOUT)
-        if int(port) == 0:  # looked for beforehand, another process could take it before the store does
-            os.environ["MASTER_PORT"] = str(store.port)
         attempt = os.environ.get(ATTEMPT, "0")  # in torchrun's store restarted ranks find the old addresses
         torch_dist.init_process_group(
             backend,
@@ -234,3 +244,43 @@ def _join(rank: int, size: int, *, backend: str, device: torch.device | None) ->
             f"MASTER_PORT={port or 'unset'}; found {reason}, expected an address of rank 0's machine that all ranks "
             "reach, and a port that is free there; start with torchrun --nproc_per_node=N, or choose another port"
         ) from error
+
+
+def _torchruns_store(rank: int, size: int, address: str, port: str) -> torch_dist.Store:
+    _check_address(address, port)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun listens there: else it is gone already
+        socket.create_connection((address, int(port)), timeout=JOIN_TIMEOUT.total_seconds()).close()
+    return next(torch_dist.rendezvous("env://", rank, size, timeout=JOIN_TIMEOUT))[0]
+
+
+def _store_of_ranks(rank: int, size: int, address: str, port: str) -> torch_dist.Store:
+    """The store that rank 0 holds, once all ranks are there. Raises LaunchError with those that have not come."""
+    _check_address(address, port)
+    limit = JOIN_TIMEOUT if any(name in os.environ for name in SCHEDULERS) else HAND_TIMEOUT
+    deadline = time.monotonic() + limit.total_seconds()
+    places, missing = [f"lockstep/here/{each}" for each in range(size)], [0]  # until rank 0's store is found
+    store = None
+    while missing and time.monotonic() < deadline:
+        with suppress(ConnectionRefusedError, TimeoutError):
+            if rank != 0 and store is None:  # torch would tell of every attempt
+                socket.create_connection((address, int(port)), timeout=limit.total_seconds()).close()
+            if store is None:
+                store = torch_dist.TCPStore(address, int(port), size, rank == 0, timeout=limit, wait_for_workers=False)
+                store.set(places[rank], "")
+            missing = [] if store.check(places) else [each for each in range(size) if not store.check([places[each]])]
+        time.sleep(0.1 if missing else 0)
+    if missing:
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}{', ...' * (len(missing) > 8)}"
+        raise LaunchError(
+            f"not all ranks have come; rank {rank} of {size}, MASTER_ADDR={address}, MASTER_PORT={port}; found no "
+            f"{who} after {limit.total_seconds():g} s, expected all {size}; start them together, with torchrun "
+            f"--nproc_per_node=N or a scheduler ({JOIN_TIMEOUT.total_seconds():g} s), or unset RANK, WORLD_SIZE and "
+            "LOCAL_RANK to run as one rank"
+        )
+    return store
+
+
+def _check_address(address: str, port: str) -> None:
+    if not port.isdecimal():
+        raise ValueError("no port number")
+    socket.getaddrinfo(address, int(port))  # torch would try an unknown name again until its time is over

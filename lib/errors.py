@@ -54,6 +54,10 @@ class WeightSyncError(LockstepError):
     """The engine does not hold the policy's weights. Exit code 1: never the user's fault, and never to be ignored."""
 
 
+class RankKilled(LockstepError):
+    """A signal has killed another rank; whoever raises it has told so. Exit code 1: nobody knows whose fault it is."""
+
+
 class Stopped(Exception):
     """The run was asked to stop, by a signal or a time limit: no failure. `code` is what every rank exits with."""
 
@@ -72,4 +76,10 @@ def check_fields(config: Any, section: str, **rules: tuple[bool, str]) -> None:
 
 def error_line(error: LockstepError) -> str:
     """The one line that rank 0 prints: `error[2] what; where; found, expected; how to mend it`."""
-    return f"error[{error.code}] " + " ".join(str(error).split())
+    return printable(f"error[{error.code}] " + " ".join(str(error).split()))
+
+
+def printable(text: str) -> str:
+    """The text, with escapes for what a terminal would obey or could not show: control codes other than the newline,
+    halves of surrogate pairs."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else repr(sign)[1:-1] for sign in text)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lib.chat_template import ControlTokens, first_date
 from lib.config import JsonObject, resolve_path
 from lib.data import DataConfig
 from lib.dist import World
@@ -27,6 +28,7 @@ from lib.errors import UserError, check_fields
 from lib.parquet import Rows, read_rows, resolve_file
 from lib.run_folder import open_log
 from lib.schema import kind_of, short
+from lib.secret_values import blank
 from lib.types import Score
 
 if TYPE_CHECKING:
@@ -52,6 +54,9 @@ class EvalDataConfig:
     """What to do with a longer prompt: stop, or cut tokens at its left, its right, or its middle (halves remain)."""
     chat_template_kwargs: JsonObject = field(default_factory=dict)
     """Variables for the chat template, as JSON: '{"enable_thinking": false}'."""
+    control_tokens: ControlTokens = "keep"
+    """A message that spells a control token of the model (<|im_end|>): keep that token, split it into ordinary text, or
+    stop with an error."""
     max_samples: int | None = None
     """Evaluate only the first rows, this many; None: all."""
 
@@ -211,7 +216,7 @@ class Parts:
         """Appends a finished group. A failure is kept in `problem`: the rank's peers are inside the engine."""
         if self.problem is not None:
             return
-        entry = {name: value for name, value in vars(group).items() if name != "scores"}
+        entry = blank({name: value for name, value in vars(group).items() if name != "scores"})
         text = json.dumps(entry).encode()
         line = _checksum(text) + b" " + text + b"\n"
         try:
@@ -253,7 +258,8 @@ def _check_state(folder: Path, state: dict[str, Any], *, overwrite: bool) -> boo
             f"what an earlier evaluation left cannot be read; {folder / 'state.json'}; {short(error)}; add "
             "--overwrite to generate all responses again"
         ) from None
-    different = [name for name in sorted({*found, *state}) if found.get(name) != state.get(name)]
+    names = {*found, *state} - {"date"}  # which stands in the prompts, or nowhere
+    different = [name for name in sorted(names) if found.get(name) != state.get(name)]
     if different and not overwrite:
         changes = ", ".join(f"{name} {short(found.get(name))} (now {short(state.get(name))})" for name in different)
         raise UserError(
@@ -358,13 +364,22 @@ def parts_folder(output: Path) -> Path:
     return output.with_name(output.name + ".parts")
 
 
+def date_of(output: str) -> str:
+    """The date that chat templates print: of the unfinished evaluation that goes on, otherwise now."""
+    try:
+        state = json.loads((parts_folder(resolve_path(output, "--output")) / "state.json").read_text())
+        return first_date(state["date"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return first_date()
+
+
 def write_output(path: Path, table: "pa.Table", groups: Sequence[Group]) -> None:
     """Writes the rows with the columns of their groups, in the order of the input, whole or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     columns: dict[str, pa.Array] = {
-        "responses": pa.array([group.responses for group in groups], pa.list_(pa.string())),
+        "responses": pa.array([blank(group.responses) for group in groups], pa.list_(pa.string())),
         "finish_reasons": pa.array([group.finish_reasons for group in groups], pa.list_(pa.string())),
         "response_lengths": pa.array([group.response_lengths for group in groups], pa.list_(pa.int32())),
     }
@@ -384,7 +399,7 @@ def write_output(path: Path, table: "pa.Table", groups: Sequence[Group]) -> None
 def prediction_of(score: Score) -> str | None:
     """The answer that the reward function read in the response (`pred`); None: it reported none."""
     found = score.extras.get("pred")
-    return None if found is None or found == "" else str(found)
+    return None if found is None or found == "" else str(blank(found))
 
 
 def write_atomically(path: Path, data: Any) -> None:

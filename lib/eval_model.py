@@ -9,21 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.checkpoint_files import FileEntry, check, find_checkpoints, hash_files, share, verify
-from lib.config import resolve_path
+from lib.checkpoint_files import FileEntry, hash_files, share
 from lib.data import DataFiles, Prompts, load_tokenizer, stop_token_ids, tokenize
 from lib.dist import World
-from lib.errors import DamagedCheckpoint, UserError, WeightSyncError
+from lib.errors import DamagedCheckpoint, WeightSyncError
 from lib.eval_files import EvalDataConfig
 from lib.model import check_model_config, read_weight_
 from lib.model_files import ModelFiles, check_model_files, expected_shapes
+from lib.model_source import find_actor, verify_actor
 from lib.parquet import Rows
 from lib.rollout import RolloutConfig, RolloutEngine
 from lib.weight_files import iter_weight_files
 from lib.whole_tensors import SafetensorsFolder, read_shards
 
-NEEDED = ("actor/model/", "actor/huggingface/")
-"""How the names of a checkpoint's files begin that an evaluation reads."""
 SAMPLING = ("n", "max_response_len", "temperature", "top_p", "top_k", "ignore_eos")
 """The fields of RolloutConfig that decide what is sampled, beside `stop`."""
 
@@ -48,7 +46,7 @@ def find_model(path: str, data: EvalDataConfig, rollout: RolloutConfig, world: W
     Executed by all ranks together, which share the hashing. Raises UserError as training does, DamagedCheckpoint for a
     checkpoint that is not what was saved.
     """
-    actor, warnings = world.agree(lambda: _find_actor(path))
+    actor, warnings = world.on_rank_0(lambda: find_actor(path, "--model.path"))  # its run may go on meanwhile
     files = world.agree(
         lambda: check_model_files(
             path if actor is None else str(actor / "huggingface"), with_weights=actor is None,
@@ -58,7 +56,7 @@ def find_model(path: str, data: EvalDataConfig, rollout: RolloutConfig, world: W
     )  # fmt: skip
     # Before the hashing, which takes minutes for a large model.
     tokenizer = world.agree(lambda: load_tokenizer(files.folder, chat_template_kwargs=data.chat_template_kwargs))
-    hashes = _hash_folder(files.folder, world) if actor is None else _verify(actor, world)
+    hashes = _hash_folder(files.folder, world) if actor is None else verify_actor(actor, world)
     text = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
     return EvalModel(
         files=files,
@@ -69,43 +67,6 @@ def find_model(path: str, data: EvalDataConfig, rollout: RolloutConfig, world: W
     )
 
 
-def _find_actor(path: str) -> tuple[Path | None, list[str]]:
-    """The `actor` folder of a checkpoint, and warnings; None for what is no checkpoint."""
-    folder = resolve_path(path, "--model.path")
-    if not path.strip() or not folder.is_dir():
-        return None, []
-    if (folder / "huggingface").is_dir() and (folder / "model").is_dir():
-        return folder, []
-    if (folder / "actor").is_dir():
-        return folder / "actor", []
-    found = find_checkpoints(folder, below=NEEDED)
-    whole = next((checkpoint for checkpoint in found if checkpoint.problem is None), None)
-    if whole is not None:
-        skipped = found[: found.index(whole)]
-        return whole.path / "actor", [f"skipped: {checkpoint.problem}" for checkpoint in skipped]
-    if found:
-        raise DamagedCheckpoint(found[0].problem)
-    if (folder / "status.json").is_file():
-        raise UserError(
-            f"the run has no checkpoint; --model.path {path}; found a run's status.json and no global_step_N, expected "
-            "at least 1; let it train up to one, or give another model"
-        )
-    return None, []
-
-
-def _verify(actor: Path, world: World) -> dict[str, str]:
-    """{file: hash} of the policy's weights and config, which every byte was compared with."""
-
-    def run() -> dict[str, str]:
-        manifest = check(actor.parent, below=NEEDED)
-        wanted = {name: entry for name, entry in manifest.files.items() if name.startswith(NEEDED)}
-        verify(actor.parent, share(wanted, world.rank, world.size), below=NEEDED)
-        is_ours = {name for name in wanted if name.startswith("actor/model/") or name.endswith("/config.json")}
-        return {name: wanted[name].hash for name in is_ours}
-
-    return world.agree(run)
-
-
 def _hash_folder(folder: Path, world: World) -> dict[str, str]:
     """{file: hash} of a Hugging Face folder's weights and config."""
     paths = [folder / "config.json", *(file for file, _ in iter_weight_files(folder))]
@@ -114,12 +75,13 @@ def _hash_folder(folder: Path, world: World) -> dict[str, str]:
     return {name: entry.hash for of_rank in world.gather(own) for name, entry in of_rank.items()}
 
 
-def load_prompts(data: EvalDataConfig, model: EvalModel, rows: Rows) -> tuple[list[int], Prompts]:
-    """The ids that end a response, and the prompts under the chat template. Raises UserError."""
+def load_prompts(data: EvalDataConfig, model: EvalModel, rows: Rows, *, date: str) -> tuple[list[int], Prompts]:
+    """The ids that end a response, and the prompts under the chat template on that date. Raises UserError."""
     folder = model.files.folder
     check_model_config(str(folder), expected_shapes(model.files.config))
     files = DataFiles(train=None, val=rows, warnings=())
-    prompts = tokenize(data.as_validation(), files, model.tokenizer, split="val", files_flag="--data.files")
+    options = dict(split="val", date=date, files_flag="--data.files")
+    prompts = tokenize(data.as_validation(), files, model.tokenizer, **options)
     return stop_token_ids(model.tokenizer, folder), prompts
 
 
@@ -135,6 +97,7 @@ def what_defines_responses(
         "model": model.fingerprint,
         "prompts": prompts.fingerprint,
         "stop token ids": stop_ids,
+        **({"date": prompts.date} if prompts.date else {}),
     }
 
 

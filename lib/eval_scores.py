@@ -5,16 +5,18 @@ import time
 from lib.dist import World
 from lib.eval_files import EvalDataConfig, Group
 from lib.parquet import Rows
-from lib.scoring import RewardConfig, Scorer, check_error_rate, check_reward, error_counts
+from lib.reward_trial import check_reward, rows_to_answer
+from lib.scoring import RewardConfig, Scorer, check_error_rate, error_counts, outgrown_in_words
 from lib.terminal import Terminal
 from lib.types import Rollout, Sample, Score
 
 
 def try_reward(reward: RewardConfig, data: EvalDataConfig, rows: Rows) -> str:
-    """A line about the reward function, which can score the first rows and knows every data source."""
+    """A line about the reward function, which can score the first rows, knows every data source and can be answered."""
     num_trials = min(3, len(rows), data.max_samples or 3)
     trials = {rows.where(row): rows.sample(row, uid=row) for row in range(num_trials)}
-    return check_reward(reward, rows.data_sources(data.max_samples), trials)
+    lots = rows_to_answer(reward, rows, data.max_samples)
+    return check_reward(reward, rows.data_sources(data.max_samples), trials, to_answer=lots)
 
 
 def submit(scorer: Scorer, group: Group, sample: Sample) -> None:
@@ -42,6 +44,8 @@ def collect_scores(scorer: Scorer, cfg: RewardConfig, world: World, terminal: Te
     own = scorer.collect()
     for text, count in error_counts(own).items():
         print(f"the reward of {count} responses failed: {text}")
+    if num_outgrown := sum(world.gather(scorer.num_outgrown)):
+        terminal.say(f"warning: {outgrown_in_words(num_outgrown)}")
     check_error_rate(own, cfg, world)
     found: dict[int, dict[int, Score]] = {}
     for of_rank in world.gather([(r.sample.uid, r.index, r.score) for r in own]):

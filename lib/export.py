@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lib.beside_weights import copy_beside_weights
 from lib.checkpoint_files import MANIFEST, fsync
 from lib.errors import DamagedCheckpoint, UserError
-from lib.weight_files import Shape, listing, read_json
+from lib.weight_files import Shape, listing, read_json, some
 from lib.whole_tensors import ANOTHER, SafetensorsFolder, Shards, write_safetensors
 
-WEIGHTS = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth")
 MODEL_FILES = (
     *("config.json", "generation_config.json", "*processor_config.json", "special_tokens_map.json"),
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "added_tokens.json"),
@@ -58,7 +58,7 @@ def expected_tensors(folder: Path) -> Expected:
         )
     try:
         with torch.device("meta"):
-            model = architecture(transformers.AutoConfig.from_pretrained(folder))
+            model = architecture(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except Exception as error:  # KeyError, ValueError, dataclass validation: transformers has no class for it
         raise UserError(
             f"transformers cannot build the model; {file}; found {type(error).__name__}: "
@@ -119,14 +119,16 @@ def check_tensors(shards: Shards, expected: Expected) -> None:
 def export(
     shards: Shards, expected: Expected, source: Path, folder: Path, *, dtype: torch.dtype | None, max_file_bytes: int
 ) -> str:
-    """Writes the model into an empty folder, with config.json, tokenizer and the like from `source`; what, in words.
+    """Writes the model into an empty folder, with config.json, tokenizer and the like from `source`, but no code.
+
+    Gives what it wrote, and what it left out, in words.
 
     Floating-point tensors are cast to `dtype` (None: as saved). Files of at most `max_file_bytes` (a larger tensor has
     one of its own), with an index when there are several. Raises as `ShardedTensor.read` does.
     """
     from tqdm import tqdm
 
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*WEIGHTS), dirs_exist_ok=True)
+    left_out = copy_beside_weights(source, folder)
     dtypes = {name: _target_dtype(shards.tensors[name].dtype, dtype) for name in expected.shapes}
     sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in expected.shapes.items()}
     total, free = sum(sizes.values()), shutil.disk_usage(folder).free
@@ -157,7 +159,8 @@ def export(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     _name_dtype(folder / "config.json", {each for each in dtypes.values() if each.is_floating_point})
     kinds = " and ".join(sorted({str(each).removeprefix("torch.") for each in dtypes.values()}))
-    return f"{len(sizes)} tensors, {total / 1e9:.2f} GB of {kinds} in {len(plan)} file(s)"
+    without = f"; left out, as it can run: {some([repr(each) for each in left_out])}" if left_out else ""
+    return f"{len(sizes)} tensors, {total / 1e9:.2f} GB of {kinds} in {len(plan)} file(s){without}"
 
 
 def _size(num_bytes: int) -> str:
@@ -187,7 +190,7 @@ def _name_dtype(file: Path, dtypes: set[torch.dtype]) -> None:
         config = read_json(file)
         key = "torch_dtype" if "torch_dtype" in config else "dtype"  # the first is transformers' former name
         config[key] = str(dtypes.pop()).removeprefix("torch.")
-        file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 # ---- The folder ----

@@ -38,19 +38,18 @@ class FSDPConfig:
 
 def load_policy(
     cfg: ModelConfig, folder: str, fsdp: FSDPConfig, world: World, *, trainable: bool = True,
-    max_tokens_per_gpu: int = 0, with_reference: bool = False, reserved_bytes: int = 0,
+    max_tokens_per_gpu: int = 0, num_frozen_parameters: int = 0, reserved_bytes: int = 0,
 ) -> CausalPolicy:  # fmt: skip
     """The sharded policy with its weights, on this rank's device. Executed by all ranks together.
 
     A trainable policy has float32 master weights; a frozen one (the reference) only ever computes, so it holds its
-    weights in the compute precision. `max_tokens_per_gpu` is the largest micro-batch, `with_reference` says that a
-    frozen copy will follow, `reserved_bytes` what else will be on the GPU during an update and is not yet there
+    weights in the compute precision. `max_tokens_per_gpu` is the largest micro-batch, `num_frozen_parameters` those of
+    a reference that will follow, `reserved_bytes` what else will be on the GPU during an update and is not yet there
     (`held_bytes` of a critic): all bear on whether activations fit.
     """
     dtype = cfg.compute_dtype(world)
     policy = build_policy(folder, param_dtype=torch.float32 if trainable else dtype)
-    if with_reference:
-        reserved_bytes += sum(p.numel() for p in policy.parameters()) * dtype.itemsize // world.size
+    reserved_bytes += num_frozen_parameters * dtype.itemsize // world.size
     policy.requires_grad_(trainable)
     _load_(policy, cfg, folder, fsdp, world, max_tokens_per_gpu=max_tokens_per_gpu, reserved_bytes=reserved_bytes)
     return policy.train(trainable)

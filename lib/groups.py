@@ -82,7 +82,7 @@ def metric_values(group: Sequence[Rollout], metric: str) -> list[float | None]:
             numbers = ["score", *(name for name, number in extras.items() if not isinstance(number, str))]
             raise UserError(
                 f"the reward function returns no number {metric!r}; --filter-groups.metric; found {value!r:.80}, "
-                f"expected one of {', '.join(numbers)}; change one of the two"
+                f"expected one of {', '.join(numbers[:20])}; change one of the two"
             )
         values.append(None if value is None or not math.isfinite(value) else float(value))
     return values

@@ -42,9 +42,12 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """e^-d - 1 + d, per token: unbiased, never negative, clamped to at most 10."""
+    """e^-d - 1 + d, per token: unbiased, never negative, clamped to at most 10.
+
+    By expm1: the difference of e^-d and 1 - d keeps no digits where d is small, not even the sign.
+    """
     negative = (ref_log_probs - log_probs).clamp(-MAX_EXPONENT, MAX_EXPONENT)
-    return (negative.exp() - negative - 1).clamp(-MAX_K3, MAX_K3)
+    return (negative.expm1() - negative).clamp(0, MAX_K3)
 
 
 def straight_through(estimator: Estimator) -> Estimator:

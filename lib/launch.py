@@ -4,26 +4,40 @@ What the scripts do first, in this order: `check_input`, `try_reward`, `load_pro
 """
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from lib.config import config_hash, either, nearest_divisors
 from lib.critic import CriticConfig
+from lib.curriculum import WEIGHTS
 from lib.data import DataFiles, Prompts, check_data_files, load_tokenizer, stop_token_ids, tokenize
 from lib.dist import World
+from lib.engine_patches import check_vllm
 from lib.errors import UserError
 from lib.kl import kl_in_words
 from lib.model import build_critic, check_model_config
-from lib.model_files import ModelFiles, check_critic_files, check_model_files, critic_shapes, expected_shapes
+from lib.model_files import (
+    ModelFiles,
+    check_critic_files,
+    check_model_files,
+    check_reference,
+    critic_shapes,
+    expected_shapes,
+)
+from lib.model_source import find_actor, verify_actor
 from lib.parquet import Rows
-from lib.resume import Resume, find_resume
+from lib.resume import Resume, find_resume, with_date
+from lib.reward_trial import check_reward, rows_to_answer
 from lib.rollout import RolloutConfig
-from lib.scoring import check_reward
 from lib.tracking import check_run
 from lib.train_config import TrainConfig
+from lib.weight_files import some
 
 
-def check_tensor_parallel(rollout: RolloutConfig, world: World) -> None:
-    """Raises UserError when the engines do not divide the ranks."""
+def check_engines(rollout: RolloutConfig, world: World) -> None:
+    """Raises UserError when there is no vLLM that can be used, and when the engines do not divide the ranks."""
+    check_vllm()
     tp_size = rollout.tensor_model_parallel_size
     if world.size % tp_size:
         raise UserError(
@@ -35,7 +49,7 @@ def check_tensor_parallel(rollout: RolloutConfig, world: World) -> None:
 
 def check_launch(cfg: TrainConfig, world: World) -> None:
     """Raises UserError when the config does not fit the number of ranks."""
-    check_tensor_parallel(cfg.rollout, world)
+    check_engines(cfg.rollout, world)
     tp_size = cfg.rollout.tensor_model_parallel_size
     if cfg.prompts_per_step % (world.size // tp_size):
         raise UserError(
@@ -64,20 +78,61 @@ def check_input(cfg: TrainConfig, world: World) -> tuple[DataFiles, ModelFiles, 
     check_same_config(cfg, world)
     world.agree(lambda: check_launch(cfg, world))
     files = world.agree(lambda: check_data_files(cfg.data))
-    model_files = world.agree(
-        lambda: check_model_files(
-            cfg.model.path,
-            max_prompt_len=cfg.data.max_prompt_len,
-            max_response_len=cfg.rollout.max_response_len,
-            tensor_parallel_size=cfg.rollout.tensor_model_parallel_size,
-        )
-    )
-    resume = find_resume(cfg, world)
+    resume = with_date(find_resume(cfg, world), cfg, world)
+    model_files = find_models(cfg, resume, world)
+    world.agree(lambda: resume.check_model("actor", expected_shapes(model_files.config)))
     check_run(cfg.run_dir, cfg.tracking, world, overwrite=cfg.overwrite, goes_on=resume.in_place)
     return files, model_files, resume
 
 
-def check_critic(cfg: TrainConfig, critic: CriticConfig, policy: ModelFiles, world: World) -> ModelFiles:
+def find_models(cfg: TrainConfig, resume: Resume, world: World) -> ModelFiles:
+    """The policy's model files, with the reference's where a KL needs one, after all checks of folders and headers.
+
+    A run that goes on finds the checkpoints again that it began from. Raises UserError, DamagedCheckpoint. Executed by
+    all ranks together, which share the hashing of a checkpoint.
+    """
+    began_from = (resume.trainer or {}).get("began_from", {})
+    option = "--model.path" if cfg.model.reference_path is None else "--model.reference-path"
+    pinned = began_from.get("model" if cfg.model.reference_path is None else "reference")
+    if cfg.needs_reference and pinned is not None:
+        world.agree(lambda: _check_still_there(pinned, option))
+    path = began_from.get("model", cfg.model.path)
+    path = path if world.on_rank_0(lambda: Path(path).is_dir()) else cfg.model.path  # its config is all that is needed
+    policy = _find_model(cfg, path, "--model.path", cfg.rollout.tensor_model_parallel_size, world)
+    if not cfg.needs_reference:
+        return policy
+    reference = policy
+    if cfg.model.reference_path is not None:
+        reference = _find_model(cfg, pinned or cfg.model.reference_path, option, 1, world)
+        world.agree(lambda: check_reference(policy, reference))
+    return replace(policy, reference=reference)
+
+
+def _check_still_there(folder: str, option: str) -> None:
+    if not Path(folder).is_dir():
+        raise UserError(
+            f"the reference that the run began with is gone; {option}; found no {folder}, expected that checkpoint; "
+            "restore it from a copy, or branch off with another --model.reference-path"
+        )
+
+
+def _find_model(cfg: TrainConfig, path: str, option: str, tensor_parallel_size: int, world: World) -> ModelFiles:
+    actor, warnings = world.on_rank_0(lambda: find_actor(path, option))  # the run may save another one meanwhile
+    files = world.agree(
+        lambda: check_model_files(
+            path if actor is None else str(actor / "huggingface"), with_weights=actor is None, option=option,
+            max_prompt_len=cfg.data.max_prompt_len, max_response_len=cfg.rollout.max_response_len,
+            tensor_parallel_size=tensor_parallel_size,
+        )
+    )  # fmt: skip
+    if actor is not None:
+        verify_actor(actor, world)
+    return replace(files, warnings=tuple(warnings))
+
+
+def check_critic(
+    cfg: TrainConfig, critic: CriticConfig, policy: ModelFiles, resume: Resume, world: World
+) -> ModelFiles:
     """The critic's model files, after the checks of `check_input`, on all ranks together."""
 
     def check() -> ModelFiles:
@@ -93,19 +148,24 @@ def check_critic(cfg: TrainConfig, critic: CriticConfig, policy: ModelFiles, wor
                 f"{cfg.rollout.max_response_len} = {longest}; expected at least {longest}; raise it, or leave it out"
             )
         check_model_config(str(files.folder), critic_shapes(files.config), build=build_critic)
+        resume.check_model("critic", critic_shapes(files.config), option="--critic.model.path")
         return files
 
     return world.agree(check)
 
 
 def try_reward(cfg: TrainConfig, train: Rows, val: Rows) -> str:
-    """A line about the reward function, which can score first rows of both splits and knows every data source."""
+    """A line about the reward function, which can score first rows of both splits, knows every data source and can be
+    answered."""
     num_trials = min(2, len(train), cfg.data.train_max_samples or 2)
     trials = {train.where(row): train.sample(row, uid=row) for row in range(num_trials)}
     trials |= {f"{val.where(0)} (validation)": val.sample(0, uid=2)} if len(val) else {}
     needed = dict.fromkeys(cfg.advantage.reward_keys, "--advantage.reward-keys")
-    needed |= {cfg.filter_groups.metric: "--filter-groups.metric"} if cfg.filter_groups.enable else {}
-    return check_reward(cfg.reward, data_sources(cfg, train, val), trials, needed=needed)
+    is_judged = cfg.filter_groups.enable or cfg.data.curriculum
+    needed |= {cfg.filter_groups.metric: "--filter-groups.metric"} if is_judged else {}
+    lots = rows_to_answer(cfg.reward, train, cfg.data.train_max_samples)
+    lots += rows_to_answer(cfg.reward, val, cfg.data.val_max_samples)
+    return check_reward(cfg.reward, data_sources(cfg, train, val), trials, to_answer=lots, needed=needed)
 
 
 def data_sources(cfg: TrainConfig, train: Rows, val: Rows) -> set[str]:
@@ -114,14 +174,16 @@ def data_sources(cfg: TrainConfig, train: Rows, val: Rows) -> set[str]:
 
 
 def load_prompts(
-    cfg: TrainConfig, files: DataFiles, model_files: ModelFiles, world: World
+    cfg: TrainConfig, files: DataFiles, model_files: ModelFiles, resume: Resume, world: World
 ) -> tuple[Any, list[int], Prompts, Prompts]:
-    """The tokenizer, the ids that end a response, and both splits under the chat template."""
-    check_model_config(str(model_files.folder), expected_shapes(model_files.config))
+    """The tokenizer, the ids that end a response, and both splits under the chat template on the run's date."""
+    for each in (model_files, model_files.reference):
+        if each is not None:
+            check_model_config(str(each.folder), expected_shapes(each.config))
     tokenizer = load_tokenizer(model_files.folder, chat_template_kwargs=cfg.data.chat_template_kwargs)
     stop_ids = stop_token_ids(tokenizer, model_files.folder)
-    train_set = tokenize(cfg.data, files, tokenizer, split="train", show_progress=world.rank == 0)
-    return tokenizer, stop_ids, train_set, tokenize(cfg.data, files, tokenizer, split="val")
+    train_set = tokenize(cfg.data, files, tokenizer, split="train", date=resume.date, show_progress=world.rank == 0)
+    return tokenizer, stop_ids, train_set, tokenize(cfg.data, files, tokenizer, split="val", date=resume.date)
 
 
 def check_same_prompts(train_set: Prompts, val_set: Prompts, world: World) -> None:
@@ -175,13 +237,21 @@ def describe(
     )
     unused = cfg.loss_scale_factor is not None and cfg.agg_mode != "seq-mean-token-sum-norm"
     scale = f"\nloss         --loss-scale-factor does nothing: {cfg.agg_mode} does not divide by it" if unused else ""
+    code = f"\ncode         neither run nor copied: {some(list(model_files.code))}" if model_files.code else ""
     kl = kl_in_words(cfg.kl_loss_coef, cfg.kl_loss_type, cfg.kl_reward)
+    if model_files.reference is not None:
+        kl += f"; the reference is {model_files.reference.in_words}"
+    elif cfg.model.reference_path is not None:
+        kl = f"{kl}{'; ' * bool(kl)}none: --model.reference-path without a KL does nothing"
     kl = f"\nkl           {kl}" if kl else ""
+    weights = ", ".join(f"{pool.replace('_', ' ')} {weight}" for pool, weight in WEIGHTS.items())
+    order = f"\ncurriculum   a prompt's weight, by the last responses to it: {weights}" if cfg.data.curriculum else ""
+    warnings = "".join(f"\nwarning: {text}" for text in model_files.warnings)
     return (
-        f"model        {model_files.folder} ({model_files.num_parameters / 1e6:,.1f} M parameters), "
-        f"{cfg.model.compute_dtype(world)} on {world.size} x {world.device.type}\n"
+        f"model        {model_files.in_words} ({model_files.num_parameters / 1e6:,.1f} M parameters), "
+        f"{cfg.model.compute_dtype(world)} on {world.size} x {world.device.type}{code}\n"
         f"data         {len(train_set)} training prompts{dropped}{shortened}, longest {train_set.longest} tokens; "
         f"{len(val_set)} validation prompts\n{ladder}\n"
         f"correction   {cfg.correction.in_words(log_probs=cfg.rollout.log_probs)}"
-        f"{scale}{kl}{filtering}{partial}"
+        f"{scale}{kl}{order}{filtering}{partial}{warnings}"
     )

@@ -165,7 +165,8 @@ class GeoMeanLoss(PolicyLoss):
     """-(mean A) x exp(mean of the clipped x) per response: GMPO (arXiv:2507.20673).
 
     x is clipped per token on the side to which A pushes it: at clip-high with A > 0, at -clip-low with A < 0. Every
-    token has its response's loss, so that seq-mean-token-mean averages over the responses of all ranks.
+    token has its response's loss, so that seq-mean-token-mean averages over the responses of all ranks. A token whose
+    importance weight is 0 leaves all means: in a geometric one it would silence its whole response.
     """
 
     agg_mode: ClassVar[LossAggMode] = "seq-mean-token-mean"
@@ -185,8 +186,9 @@ class GeoMeanLoss(PolicyLoss):
         below = (advantages < 0) & (log_ratio < -self.clip_low)
         clipped = torch.where(above, self.clip_high, torch.where(below, -self.clip_low, log_ratio))
         clipped = torch.where(advantages == 0, 0, clipped)  # such a token pushes its response nowhere
-        ratio = masked_mean(clipped, batch.response_mask, dim=-1).exp()  # (b,)
-        loss = -masked_mean(advantages, batch.response_mask, dim=-1) * ratio  # (b,)
+        kept = self._kept(batch)
+        ratio = masked_mean(clipped, kept, dim=-1).exp()  # (b,)
+        loss = -masked_mean(advantages, kept, dim=-1) * ratio  # (b,), 0 where nothing is kept
         metrics = {
             "pg_clipfrac": above.float(),
             "pg_clipfrac_lower": below.float(),
@@ -195,11 +197,16 @@ class GeoMeanLoss(PolicyLoss):
         return loss[:, None].expand_as(log_ratio), metrics
 
     def weigh(self, token_loss: Tensor, batch: Batch) -> Tensor:
-        """The loss (b, t) times the geometric mean of the response's importance weights, where there are any."""
+        """The loss (b, t) times the geometric mean of its response's weights above 0, where there are any."""
         if batch.is_weights is None:
             return token_loss
-        mean = masked_mean(batch.is_weights.log(), batch.response_mask, dim=-1)  # (b,), -inf with a weight of 0
-        return token_loss * mean.exp()[:, None]
+        kept = self._kept(batch)
+        mean = masked_mean(batch.is_weights.log(), kept, dim=-1).exp()  # (b,)
+        return token_loss * torch.where(kept.any(-1), mean, 0)[:, None]
+
+    def _kept(self, batch: Batch) -> Tensor:
+        """The response tokens that take part, (b, t) bool."""
+        return batch.response_mask if batch.is_weights is None else batch.response_mask & (batch.is_weights > 0)
 
 
 @dataclass(frozen=True, kw_only=True)

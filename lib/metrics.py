@@ -8,7 +8,7 @@ count, both taken over all micro-batches and all ranks.
 import math
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -371,6 +371,25 @@ def mismatch_metrics(log_probs: Tensor, batch: Batch, metrics: Metrics) -> None:
 
 ScoredResponse = tuple[str, int, Mapping[str, float | str | bool]]
 """data_source, prompt uid, and `reward` with what else the reward function returned; `pred` is the extracted answer."""
+
+
+MAX_VARIABLES = 100  # of a run
+
+
+def limit_variables(responses: Sequence[ScoredResponse], known: set[str]) -> tuple[list[ScoredResponse], int]:
+    """The responses without the numbers whose names are not in `known`, and how many names that leaves out.
+
+    First `known` gets the names that are new, those that most responses have first, until it has MAX_VARIABLES: a
+    reward function may make names of a response's text, and each becomes columns of metrics.
+    """
+    names = Counter(name for _, _, values in responses for name, value in values.items() if not isinstance(value, str))
+    for name in sorted(names.keys() - known, key=lambda name: (-names[name], name))[: MAX_VARIABLES - len(known)]:
+        known.add(name)
+    kept = [
+        (source, uid, {name: value for name, value in values.items() if isinstance(value, str) or name in known})
+        for source, uid, values in responses
+    ]
+    return kept, len(names.keys() - known)
 
 
 def validation_metrics(responses: Sequence[ScoredResponse], *, largest: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ from lib.dist import World
 from lib.errors import UserError
 from lib.host_memory import HostMemory
 from lib.ops import Statistic, linear_log_probs
-from lib.whole_tensors import SafetensorsFolder
+from lib.whole_tensors import SafetensorsFolder, ShardsFolder, open_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,10 @@ class ModelConfig:
     """Which model, and how it computes."""
 
     path: str = ""
-    """Hugging Face folder (config.json, safetensors, tokenizer) or hub id of the model; eval.py also takes a run or one
-    of its checkpoints."""
+    """Hugging Face folder (config.json, safetensors, tokenizer) or hub id of the model; a run, or one of its
+    checkpoints: for the weights alone."""
+    reference_path: str | None = None
+    """Another model that the KL holds the policy to, named as in path, of the same vocabulary; None: that of path."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute precision of trainer and engine, auto: bfloat16 on a GPU, float32 on a CPU; master weights: float32."""
     gradient_checkpointing: bool | None = None
@@ -171,7 +173,7 @@ def check_model_config(
 
 
 def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None:
-    """Fills a sharded model on its device from the safetensors of `path`; rank 0 reads, all ranks receive.
+    """Fills a sharded model on its device from the weights of `path` (`open_weights`); rank 0 reads, all receive.
 
     A critic's head that is not there, as in a causal language model, is zero: all values start at 0, on every run.
     Raises UserError, on all ranks, when a tensor is missing, has another shape, or holds NaN or infinity.
@@ -182,7 +184,7 @@ def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None
     with world.device:
         model.model.rotary_emb = type(rotary)(config=model.config)  # the only buffers; they are not on disk
     assert not any(buffer.is_meta for buffer in model.buffers()), "a buffer was left without values"
-    reader = world.agree(lambda: SafetensorsFolder(path) if world.rank == 0 else None)
+    reader = world.agree(lambda: open_weights(path) if world.rank == 0 else None)
     for name, parameter in model.named_parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
         problem = world.agree(lambda name=name, full=full: read_weight_(reader, full, name) if reader else None)
@@ -198,7 +200,7 @@ def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None
                 parameter.copy_(full)
 
 
-def read_weight_(folder: SafetensorsFolder, out: Tensor, name: str) -> None:
+def read_weight_(folder: SafetensorsFolder | ShardsFolder, out: Tensor, name: str) -> None:
     """Copies a tensor over `out`, cast to its dtype; zeros where a value head (score.*) is not there.
 
     Raises UserError when it is missing, has another shape, or holds NaN or infinity.

@@ -1,18 +1,20 @@
 """What is wrong with a model folder, found in its headers: before transformers is imported, in under a second.
 
-Reads JSON files and the first bytes of the weights; never a tensor (NaN and infinity are found when weights load).
+Reads JSON files and the first bytes of the weights; a tensor only where two must be equal (NaN and infinity are found
+when weights load).
 """
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lib.beside_weights import check_beside_weights
 from lib.config import either, nearest_divisors, resolve_path
 from lib.errors import UserError
-from lib.weight_files import DOWNLOAD_AGAIN, Shape, check_weights, listing, read_json
+from lib.weight_files import DOWNLOAD_AGAIN, Shape, check_weights, listing, read_json, shards_beside
 
 ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
@@ -25,6 +27,7 @@ CRITIC_ARCHITECTURES = ARCHITECTURES | {
     name.replace("ForCausalLM", "ForTokenClassification"): kind for name, kind in ARCHITECTURES.items()
 }
 """What a critic can start from: one of these decoders, or a saved critic."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_SIZE = 2**31  # beyond it a number in config.json is a mistake
 MAX_LAYERS = 10_000  # and above all too many to list
 SIZES = (
@@ -47,26 +50,54 @@ class ModelFiles:
     config: dict[str, Any]
     """config.json."""
     num_parameters: int
+    reference: "ModelFiles | None" = None
+    """The frozen model of the KL; None without one."""
+    warnings: tuple[str, ...] = ()
+    """About checkpoints that were passed over on the way to it."""
+    code: tuple[str, ...] = ()
+    """Entries of its configs that name code, in words: it is neither run nor copied into a checkpoint."""
+
+    @property
+    def num_frozen_parameters(self) -> int:
+        """The reference's."""
+        return self.reference.num_parameters if self.reference else 0
+
+    @property
+    def began_from(self) -> dict[str, str]:
+        """{"model": folder, "reference": folder} of those that are checkpoints: where a run's newest one moves on, it
+        must find these again."""
+        named = {"model": self, "reference": self.reference}
+        return {name: str(files.folder) for name, files in named.items() if files and shards_beside(files.folder)}
+
+    @property
+    def in_words(self) -> str:
+        """Where it lies."""
+        is_checkpoint = shards_beside(self.folder) is not None
+        return f"the weights of {self.folder.parent.parent}" if is_checkpoint else str(self.folder)
 
 
 def check_model_files(
-    path: str, *, max_prompt_len: int, max_response_len: int, tensor_parallel_size: int = 1, with_weights: bool = True
-) -> ModelFiles:
+    path: str, *, max_prompt_len: int, max_response_len: int, tensor_parallel_size: int = 1, with_weights: bool = True,
+    option: str = "--model.path",
+) -> ModelFiles:  # fmt: skip
     """The folder and its config.json. Raises UserError, with a remedy, for a folder that could not be trained.
 
     A hub id (`Qwen/Qwen3-0.6B`) is looked up in the local cache or downloaded, then checked like a folder.
     `with_weights` False: the weights lie elsewhere, as a checkpoint's do.
     """
-    folder = _find_folder(path, "--model.path")
-    config = _read_config(folder, "--model.path")
+    folder = _find_folder(path, option)
+    config = _read_config(folder, option)
     _check_architecture(config, folder, ARCHITECTURES)
     _check_length(config, folder, max_prompt_len, max_response_len)
     _check_tensor_parallel(config, folder, tensor_parallel_size)
     if with_weights:
-        check_weights(folder, expected_shapes(config))
+        # A value head may lie in any folder: train_ppo.py can start a critic from it.
+        check_weights(folder, expected_shapes(config), optional=critic_shapes(config), tied=_tied_names(config))
     _check_vocabulary(folder, config["vocab_size"])
     _check_tokenizer_config(folder)
-    return ModelFiles(folder=folder, config=config, num_parameters=_count(expected_shapes(config)))
+    code = check_beside_weights(folder)
+    num_parameters = _count(expected_shapes(config))
+    return ModelFiles(folder=folder, config=config, num_parameters=num_parameters, code=tuple(code))
 
 
 def check_critic_files(path: str, policy: ModelFiles, *, max_prompt_len: int, max_response_len: int) -> ModelFiles:
@@ -76,11 +107,34 @@ def check_critic_files(path: str, policy: ModelFiles, *, max_prompt_len: int, ma
     tokenizer: the ids are the policy's. Raises UserError, with a remedy, for a folder that could not be trained or
     whose vocabulary is not the policy's.
     """
+    if not path.strip() and shards_beside(policy.folder) is not None:
+        return replace(policy, num_parameters=_count(critic_shapes(policy.config)))  # its weights are whole
     folder, config = policy.folder, policy.config
     if path.strip():
         folder, config = _find_critic(path, policy, max_prompt_len, max_response_len)
-    check_weights(folder, expected_shapes(config), optional=critic_shapes(config))  # a head may lie in any folder
+    optional = critic_shapes(config)
+    if not _has_value_head(config):
+        optional |= {HEAD: (config["vocab_size"], config["hidden_size"])}  # which no critic has, tied or not
+    check_weights(folder, expected_shapes(config), optional=optional)
+    check_beside_weights(folder)
     return ModelFiles(folder=folder, config=config, num_parameters=_count(critic_shapes(config)))
+
+
+def check_reference(policy: ModelFiles, reference: ModelFiles) -> None:
+    """Raises UserError unless every id that the policy may write means the same token to the reference."""
+    ours, theirs = _token_ids(policy.folder), _token_ids(reference.folder)
+    rows, expected_rows = reference.config["vocab_size"], policy.config["vocab_size"]
+    if rows < expected_rows:  # more are padding
+        found, expected = f"vocab_size={rows}", f"at least the policy's {expected_rows}"
+    elif ours != theirs:
+        token = min(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
+        found, expected = f"token {token!r} with id {theirs.get(token)}", f"the policy's id {ours.get(token)}"
+    else:
+        return
+    raise UserError(
+        f"the reference reads other tokens than the policy writes; --model.reference-path {reference.folder}; found "
+        f"{found}, expected {expected}; use a reference with the policy's tokenizer, or leave the option out"
+    )
 
 
 def _find_critic(
@@ -120,8 +174,13 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, Shape]:
     if _has_value_head(config):
         shapes["score.weight"] = (1, config["hidden_size"])  # the bias may be left out
     elif not config.get("tie_word_embeddings", False):
-        shapes["lm_head.weight"] = (config["vocab_size"], config["hidden_size"])
+        shapes[HEAD] = (config["vocab_size"], config["hidden_size"])
     return shapes
+
+
+def _tied_names(config: dict[str, Any]) -> dict[str, str]:
+    """{tensor: the one that it is another name of}."""
+    return {HEAD: EMBEDDING} if config.get("tie_word_embeddings", False) else {}
 
 
 def critic_shapes(config: dict[str, Any]) -> dict[str, Shape]:
@@ -153,7 +212,7 @@ def _decoder_shapes(config: dict[str, Any]) -> dict[str, Shape]:
         if has_bias:
             layer[f"{name}.bias"] = shape[:1]
     shapes: dict[str, Shape] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        EMBEDDING: (config["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
     }
     for i in range(config["num_hidden_layers"]):
@@ -330,6 +389,19 @@ def _check_vocabulary(folder: Path, num_rows: int) -> None:
             f"the tokenizer has more tokens than the embedding has rows; {file}; found {size} tokens, expected at most "
             f"vocab_size={num_rows}; use the tokenizer that belongs to the model, or enlarge the embedding"
         )
+
+
+def _token_ids(folder: Path) -> dict[str, int]:
+    """{token: id} of a folder that passed the checks; of SentencePiece's the bytes, as one token."""
+    single, vocabulary = folder / "tokenizer.json", folder / "vocab.json"
+    if single.exists():
+        tokenizer = read_json(single)
+        tokens = tokenizer["model"]["vocab"]
+        ids = tokens if isinstance(tokens, dict) else {str(token[0]): place for place, token in enumerate(tokens)}
+        return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+    if vocabulary.exists():
+        return read_json(vocabulary)
+    return {(folder / "tokenizer.model").read_bytes().hex(): 0}
 
 
 def _count_tokens(tokenizer: dict[str, Any]) -> int:

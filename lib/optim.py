@@ -35,10 +35,10 @@ class OptimConfig:
     """Largest global gradient norm; larger gradients are scaled down to it."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to its peak."""
-    schedule: Literal["constant", "cosine"] = "constant"
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up, as a function of the training step (not of the optimizer update)."""
     min_lr_ratio: float = 0.0
-    """Final learning rate of the cosine schedule as a share of the peak."""
+    """Where cosine and linear fall to, as a share of the peak: one step after the last, so that the last one trains."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -165,14 +165,21 @@ def set_lr_(optimizer: torch.optim.Optimizer, cfg: OptimConfig, *, step: int, nu
 def lr_factor(step: int, cfg: OptimConfig, num_steps: int) -> float:
     """Learning rate of a training step (from 0) as a share of the peak.
 
-    With 4 warm-up steps: 0.25, 0.5, 0.75, 1, then constant, or a half cosine down to `min_lr_ratio` at the last step.
+    With 4 warm-up steps: 0.25, 0.5, 0.75, 1, then constant, or half a cosine or a line down to `min_lr_ratio`, which
+    would come at `schedule_end`: a last step with a rate of 0 would be a whole rollout for nothing.
     """
     if step < cfg.warmup_steps:
         return (step + 1) / cfg.warmup_steps
     if cfg.schedule == "constant":
         return 1.0
-    progress = min(1.0, (step - cfg.warmup_steps) / max(1, num_steps - 1 - cfg.warmup_steps))
-    return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+    progress = min(1.0, (step - cfg.warmup_steps) / max(1, schedule_end(num_steps) - 1 - cfg.warmup_steps))
+    height = 0.5 * (1 + math.cos(math.pi * progress)) if cfg.schedule == "cosine" else 1 - progress
+    return cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * height
+
+
+def schedule_end(num_steps: int) -> int:
+    """The step (from 1) at which a schedule would have fallen to its end. A checkpoint keeps it."""
+    return num_steps + 1
 
 
 def optimizer_step(policy: nn.Module, optimizer: torch.optim.Optimizer, *, clip_grad: float) -> tuple[float, bool]:

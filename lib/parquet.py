@@ -5,9 +5,10 @@ Columns outside the schema are not read, and binary data is never decoded. Remot
 """
 
 import difflib
+import json
 import os
 import stat
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 ID_COLUMNS = ("id", "uid")  # not extra_info.index: published verl files repeat it
 MEDIA_COLUMNS = ("images", "videos", "audios")
 BATCH_ROWS = 8192
+PLAIN_BATCH_ROWS = 256  # where a repeated text is not kept once in memory: at most this many copies of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,8 @@ class Rows:
             "extra_info": cells.get("extra_info") or {},
         }
 
-    def sample(self, row: int, *, uid: int, prompt_ids: Sequence[int] = ()) -> Sample:
-        """One row as reward functions need it; with its tokens, as the engine does."""
+    def sample(self, row: int, *, uid: int, prompt_ids: Sequence[int] = (), place: int = -1) -> Sample:
+        """One row as reward functions need it; with its tokens and place, as the engine and the trainer do."""
         cells = self[row]
         return Sample(
             uid=uid,
@@ -59,7 +61,20 @@ class Rows:
             data_source=cells["data_source"],
             ground_truth=cells["reward_model"]["ground_truth"],
             extra_info=cells["extra_info"],
+            place=place,
         )
+
+    def take(self, rows: Sequence[int], columns: Sequence[str]) -> "pa.Table":
+        """The given rows, at least one, in that order, with those of these columns that a file has.
+
+        Raises pyarrow.ArrowException where the columns of two files have types that cannot be one.
+        """
+        import pyarrow as pa
+
+        found = [self._find(row) for row in rows]
+        pieces = [self.tables[table].slice(place, 1) for table, place in found]
+        parts = [piece.select([name for name in columns if name in piece.column_names]) for piece in pieces]
+        return pa.concat_tables(parts, promote_options="permissive")
 
     def where(self, row: int) -> str:
         """`FILE row PLACE` for messages, counted from 0 within the file."""
@@ -80,6 +95,20 @@ class Rows:
             found.update(table.column("data_source").slice(0, max(0, left)).unique().to_pylist())
             left -= table.num_rows
         return found
+
+    def spread(self, count: int, *, data_source: str | None = None, limit: int | None = None) -> list[int]:
+        """At most `count` rows at even distances, of one data source or of any, among the first `limit` or all."""
+        import pyarrow.compute as pc
+
+        rows, start = range(len(self))[:limit], 0
+        if data_source is not None:
+            found: list[int] = []
+            for table in self.tables:
+                is_of_it = pc.equal(table.column("data_source"), data_source).combine_chunks()
+                found += [start + row for row in pc.indices_nonzero(is_of_it).to_pylist()]
+                start += table.num_rows
+            rows = found[: bisect_left(found, len(rows))]
+        return list(rows[:: max(1, -(-len(rows) // count))])
 
     def _find(self, row: int) -> tuple[int, int]:
         ends = list(accumulate(table.num_rows for table in self.tables))
@@ -206,6 +235,12 @@ def rows_from_dicts(dicts: list[dict], source: str, *, prompt_key: str = "prompt
         raise UserError(f"no rows; {source}; found 0, expected at least 1; check the dataset's files and its __len__")
     try:
         batch = pa.RecordBatch.from_struct_array(pa.array(dicts))
+    except UnicodeEncodeError:
+        row, name, value = next(cell for cell in _cells(dicts) if not is_unicode(dict([cell[1:]])))
+        raise UserError(
+            f"text that is not Unicode; {source} row {row} column {name!r}; found half of a surrogate pair in "
+            f"{short(value)}, expected whole characters; mend the text (text.encode(errors='replace').decode())"
+        ) from None
     except (pa.ArrowException, OverflowError) as error:
         row = next(row for row in range(len(dicts)) if not _converts([dicts[0], dicts[row]]))
         raise UserError(
@@ -217,6 +252,19 @@ def rows_from_dicts(dicts: list[dict], source: str, *, prompt_key: str = "prompt
     rows = Rows(tables=(table,), sources=(source,), prompt_key=prompt_key)
     _check_ids(rows, source)
     return rows
+
+
+def _cells(dicts: list[dict]) -> Iterator[tuple[int, str, object]]:
+    return ((row, name, value) for row, cells in enumerate(dicts) for name, value in cells.items())
+
+
+def is_unicode(value: object) -> bool:
+    """Whether UTF-8 can hold all text in it: JSON's \\ud83d alone is half of a character."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _converts(dicts: list[dict]) -> bool:
@@ -248,11 +296,18 @@ def _read_table(path: Path, prompt_key: str, where: str) -> tuple["pa.Table", li
     # Parquet stores a text that many rows repeat once. As a dictionary array it also stays once in memory, until its
     # length is known to be allowed. (The sizes in the footer would tell less; a damaged footer aborts their reader.)
     texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type == "STRING"]
-    batches, first_row = [], 0
-    with pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=texts) as file:
-        for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=wanted):
-            batches.append(checked_batch(batch, prompt_key, where, first_row))
-            first_row += batch.num_rows
+    # Texts written as differences (DuckDB's parquet_version v2) have no such array: pyarrow refuses to make one.
+    for once, batch_rows in ((texts, BATCH_ROWS), ([], PLAIN_BATCH_ROWS)):
+        batches, first_row = [], 0
+        try:
+            with pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=once) as file:
+                for batch in file.iter_batches(batch_size=batch_rows, columns=wanted):
+                    batches.append(checked_batch(batch, prompt_key, where, first_row))
+                    first_row += batch.num_rows
+            break
+        except (OSError, pa.ArrowNotImplementedError) as error:
+            if not once or "Not yet implemented" not in str(error):
+                raise
     media = [name for name in MEDIA_COLUMNS if name in schema.names and not pa.types.is_null(schema.field(name).type)]
     return pa.Table.from_batches(batches), media
 

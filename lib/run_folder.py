@@ -1,7 +1,6 @@
 """What is in a run's folder, and whose folder it is: claimed, cut back, read; JSON without secrets.
 
-JSON has no NaN or infinity, so these are the strings "NaN", "Infinity" and "-Infinity", which `float` reads. Values of
-environment variables that look like secrets are blanked.
+JSON has no NaN or infinity, so these are the strings "NaN", "Infinity" and "-Infinity", which `float` reads.
 """
 
 import errno
@@ -19,11 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from lib.checkpoint_files import find_checkpoints
+from lib.checkpoint_files import disk_errors, find_checkpoints
+from lib.dist import World
 from lib.errors import FULL, UserError
+from lib.secret_values import BlankedText, blank
 
 METRICS = "metrics.jsonl"
-SECRET_NAME = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD)$", re.IGNORECASE)
+SHARED_WAIT_S = 5.0  # a network's file system may show another node's file late
 
 
 def claim_folder(run_dir: str | Path, *, overwrite: bool, goes_on: bool, needed_gib: float) -> Path:
@@ -57,12 +58,58 @@ def lock_folder(folder: Path) -> int:
     return descriptor
 
 
+def check_shared(folder: Path, world: World) -> None:
+    """Raises UserError, on all ranks, unless every rank sees what rank 0 writes to the folder: a checkpoint has a file
+    of each. Leaves nothing there, and no folder that was empty. Executed by all ranks together."""
+    token = secrets.token_hex(8)
+    path = world.on_rank_0(lambda: _leave(folder / f".shared-{token}"))
+    deadline = time.monotonic() + SHARED_WAIT_S
+    while not (seen := os.path.exists(path)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = [
+        f"{rank} ({node})" for rank, (saw, node) in enumerate(world.gather((seen, os.uname().nodename))) if not saw
+    ]
+    if world.rank == 0:
+        with suppress(OSError):
+            path.unlink()
+            if blind:
+                folder.rmdir()
+    if blind:
+        raise UserError(
+            f"not every node shares the run folder; --run-dir {folder}; found that rank {', '.join(blind[:4])}"
+            f"{f' and {len(blind) - 4} more' if len(blind) > 4 else ''} cannot see what rank 0 wrote there, expected "
+            "one folder for all ranks, into which each writes its part of a checkpoint; set --run-dir to a file system "
+            "that all nodes mount in the same place"
+        ).on_all_ranks()
+
+
+def _leave(path: Path) -> Path:
+    with disk_errors(path.parent):
+        path.write_bytes(b"")
+    return path
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the folder's run is over. Raises UserError when a process holds its lock. Executed by rank 0."""
+    with disk_errors(folder):
+        descriptor = lock_folder(folder)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # once more: only without locks this fails
+            return True
+        except OSError:
+            return read_status(folder).get("state") in ("stopped", "failed")  # else nobody knows
+        finally:
+            os.close(descriptor)
+
+
 def check_folder(run_dir: str | Path, *, overwrite: bool, goes_on: bool, needed_gib: float) -> Path:
     """The run folder as an absolute path, after all checks that change nothing. Executed by rank 0."""
     try:
         if not str(run_dir).strip():
             raise ValueError("it is empty")
         folder = Path(os.path.abspath(Path(run_dir).expanduser()))
+        if re.search("[\ud800-\udfff]", str(folder)):
+            raise ValueError("its name has bytes that are not UTF-8, and logs could not name it")
         existing = next(path for path in (folder, *folder.parents) if path.exists())
     except (RuntimeError, ValueError) as error:  # ~name of nobody; a null byte
         raise UserError(
@@ -107,7 +154,7 @@ def _check_way(folder: Path, *, overwrite: bool) -> None:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """status.json of a run folder: state, step, resumable, error, run_id, launch_id; empty where it is none."""
+    """status.json of a run folder: state, step, resumable, error, run_id, launch_id, date; empty where it is none."""
     try:
         status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -147,9 +194,15 @@ def cut_after(run_dir: Path, last_row: int) -> list[str]:
     temporary.unlink(missing_ok=True)
     append(temporary, to_lines([row for row in rows if row["step"] <= last_row]))
     os.replace(temporary, run_dir / METRICS)
-    samples = {path: re.fullmatch(r"step_(\d+)\.jsonl", path.name) for path in (run_dir / "samples").glob("*")}
-    move_aside(sorted(path for path, found in samples.items() if found and int(found[1]) > last_row))
+    for folder, ending in (("samples", "jsonl"), ("rollouts", "parquet")):
+        move_aside(path for step, path in step_files(run_dir / folder, ending) if step > last_row)
     return moved
+
+
+def step_files(folder: Path, ending: str) -> list[tuple[int, Path]]:
+    """The step_N.ENDING of a folder with their steps, ascending."""
+    found = ((path, re.fullmatch(rf"step_(\d+)\.{ending}", path.name)) for path in folder.glob("*"))
+    return sorted((int(name[1]), path) for path, name in found if name)
 
 
 class _LossyFile(io.FileIO):
@@ -165,14 +218,14 @@ class _LossyFile(io.FileIO):
 
 
 def open_lossy(file: Path | int, mode: str, *, encoding: str, errors: str) -> TextIO:
-    """A file, or a descriptor, for lines: written at once, and lost where the disk is full."""
+    """A file, or a descriptor, for lines without secrets: written at once, and lost where the disk is full."""
     raw = io.BufferedWriter(_LossyFile(file, mode))
-    return io.TextIOWrapper(raw, encoding=encoding, errors=errors, line_buffering=True)
+    return BlankedText(raw, encoding=encoding, errors=errors, line_buffering=True)
 
 
 def open_log(path: Path) -> TextIO:
     """Raises OSError: whose log it is, the caller knows."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # another node may not share rank 0's disk
+    path.parent.mkdir(parents=True, exist_ok=True)  # an evaluation's other nodes may not share rank 0's disk
     return open_lossy(path, "a", encoding="utf-8", errors="backslashreplace")
 
 
@@ -225,28 +278,19 @@ def _rows(run_dir: Path, unwritten: bytes = b"") -> list[dict[str, Any]]:
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    return json.dumps(plain(value, secret_values()), indent=indent, ensure_ascii=False, allow_nan=False, default=str)
+    return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False, default=str)
 
 
-def plain(value: Any, secrets: Mapping[str, str]) -> Any:
+def plain(value: Any) -> Any:
     """The value with secrets blanked and non-finite floats as strings."""
-    if isinstance(value, str):
-        return redact(value, secrets)
+    return _finite(blank(value))
+
+
+def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {redact(str(key), secrets): plain(item, secrets) for key, item in value.items()}
+        return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item, secrets) for item in value]
+        return [_finite(item) for item in value]
     return value
-
-
-def secret_values() -> dict[str, str]:
-    """Environment variables that are secret by their name; short values would blank ordinary words."""
-    return {name: value for name, value in os.environ.items() if len(value) >= 8 and SECRET_NAME.search(name)}
-
-
-def redact(text: str, secrets: Mapping[str, str]) -> str:
-    for name, value in secrets.items():
-        text = text.replace(value, f"[{name}]")
-    return text

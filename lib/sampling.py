@@ -8,15 +8,16 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
-from lib.data import PromptStream
 from lib.dist import World
 from lib.evaluate import decode
 from lib.groups import GroupFilterConfig, StepGroups, Verdict, goes_on, judge, metric_values, shortage, step_groups
 from lib.metrics import Metrics
+from lib.prompt_stream import PromptStream
 from lib.rollout import RolloutConfig, RolloutEngine, Sampling, training_sampling
-from lib.scoring import RewardConfig, Scorer, check_error_rate, error_counts
+from lib.scoring import RewardConfig, Scorer, check_error_rate, error_counts, outgrown_in_words
 from lib.stopping import Stopper
 from lib.tracking import Run
 from lib.types import Rollout, Sample, Score
@@ -59,6 +60,7 @@ class Collector:
         """Partial rollouts: responses that the next step continues; the same on all ranks of a replica."""
         self.open_groups: dict[int, Group] = {}
         """By uid, the scored responses to prompts that also have unfinished ones; on the rank that sampled them."""
+        self._num_outgrown = 0  # workers replaced up to the last step
         self._share_kept = 1.0  # of the groups sampled last, those with a signal: how many to ask for
 
     def collect(self, metrics: Metrics, *, label: str) -> Collected:
@@ -73,6 +75,8 @@ class Collector:
         choose = self._choose_groups if self.filter_groups.enable else self._take_all
         groups, mini_batch_size, num_groups, scored = choose(metrics, label)
         self._count_interrupted("unfinished", metrics)
+        if self.prompts.curriculum is not None:
+            self._tell_curriculum(scored, metrics)
         num_responses = num_groups * self.rollout.n
         counts = self._check_errors(scored)
         for name, count in counts.items():
@@ -82,6 +86,7 @@ class Collector:
                 f"{label}: warning: no response has a score, so nothing is learned; the reward function returned None "
                 f"{counts['reward/num_declined']:.0f} times (is a return missing?)"
             )
+        self._count_outgrown(metrics, label)
         for text, count in error_counts(scored).items():
             print(f"{label}: the reward of {count} responses failed: {text}")
         rollouts = [rollout for group in groups for rollout in group]
@@ -93,7 +98,7 @@ class Collector:
         )
 
     def state(self) -> dict[str, Any]:
-        """What the next step goes on from on this rank, as JSON can hold it; samples by their uid alone."""
+        """What the next step goes on from on this rank, as JSON can hold it; samples by their uid and place alone."""
         replica, place = divmod(self.world.rank, self.rollout.tensor_model_parallel_size)
         unfinished = [] if place else self.unfinished  # its replica's other ranks hold the same
         return {
@@ -204,6 +209,22 @@ class Collector:
         if line := shortage(step, target=self.prompts_per_step, rounds=rounds, counts=verdicts, keep_surplus=keep):
             self.run.say(f"{label}: {line}")
 
+    def _count_outgrown(self, metrics: Metrics, label: str) -> None:
+        before, self._num_outgrown = self._num_outgrown, sum(self.world.gather(self.scorer.num_outgrown))
+        metrics.set("reward/num_outgrown_workers", self._num_outgrown - before)
+        if self._num_outgrown > before == 0:
+            self.run.say(f"{label}: warning: {outgrown_in_words(self._num_outgrown)}")
+
+    def _tell_curriculum(self, scored: list[Rollout], metrics: Metrics) -> None:
+        groups: dict[int, Group] = {}
+        for rollout in scored:
+            groups.setdefault(rollout.sample.uid, []).append(rollout)
+        own = self.world.agree(
+            lambda: [(uid, group[0].sample.place, self._judge(group)) for uid, group in groups.items()]
+        )
+        for name, count in self.prompts.curriculum.record(chain.from_iterable(self.world.gather(own))).items():
+            metrics.set(name, count)
+
     def _check_errors(self, scored: list[Rollout]) -> dict[str, float]:
         """`check_error_rate` of what this step scored; a share of no less than a full step, however few those are."""
         return check_error_rate(scored, self.reward, self.world, at_least=self.prompts_per_step * self.rollout.n)
@@ -286,13 +307,19 @@ def _stale(rollout: Rollout) -> Rollout:
 
 def _to_json(rollout: Rollout) -> dict[str, Any]:
     fields = {name: value for name, value in vars(rollout).items() if name not in ("sample", "score")}
-    return {"uid": rollout.sample.uid, **fields, "score": rollout.score and vars(rollout.score)}
+    return {
+        "uid": rollout.sample.uid,
+        "place": rollout.sample.place,
+        **fields,
+        "score": rollout.score and vars(rollout.score),
+    }
 
 
 def _from_json(entry: dict[str, Any], prompts: PromptStream) -> Rollout:
-    fields = {name: value for name, value in entry.items() if name not in ("uid", "score")}
-    score = entry["score"] and Score(**entry["score"])
-    return Rollout(sample=prompts.sample(entry["uid"]), score=score, **fields)
+    fields = {name: value for name, value in entry.items() if name not in ("uid", "place", "score")}
+    score, uid = entry["score"] and Score(**entry["score"]), entry["uid"]
+    sample = prompts.prompts.sample(entry["place"], uid) if "place" in entry else prompts.sample(uid)  # an older file
+    return Rollout(sample=sample, score=score, **fields)
 
 
 def _with_greedy_score(group: Group, greedy: Rollout) -> Group:

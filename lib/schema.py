@@ -24,13 +24,9 @@ def check_schema(schema: "pa.Schema", prompt_key: str, where: str) -> None:
         twice = sorted({path + name for name in names if names.count(name) > 1})
         if twice:
             raise UserError(f"duplicate column names; {where}; {', '.join(twice)} occurs more than once; rename one")
-    for name in (prompt_key, "data_source", "reward_model"):
-        if name not in schema.names:
-            remedy = "or set --data.prompt-key" if name == prompt_key else "the name is fixed by verl's schema"
-            raise UserError(
-                f"column '{name}' is missing; {where}; columns found: {', '.join(schema.names)}; "
-                f"rename a column, {remedy}"
-            )
+    missing = [name for name in (prompt_key, "data_source", "reward_model") if name not in schema.names]
+    if missing:
+        raise _missing_error(missing, schema, prompt_key, where)
     types = {field.name: plain_type(field.type) for field in schema}
     messages = "a list of {role, content} messages"
     item = types[prompt_key].value_type if kind_of(types[prompt_key]) == "list" else None
@@ -52,6 +48,33 @@ def check_schema(schema: "pa.Schema", prompt_key: str, where: str) -> None:
         raise _type_error(where, "reward_model", schema, "a ground_truth that is text, a number or a list of these")
     if kind_of(types.get("extra_info", types["reward_model"])) not in ("struct", "null"):
         raise _type_error(where, "extra_info", schema, "a struct, or no such column")
+
+
+def _missing_error(missing: list[str], schema: "pa.Schema", prompt_key: str, where: str) -> UserError:
+    """Names all of them, and how to come by each: a column of messages under another name needs only its option."""
+    whats = {"data_source": "a name that selects the reward function", "reward_model": "{style, ground_truth}"}
+    whats[prompt_key] = "a list of {role, content} messages"
+    remedies = [f"add '{name}', {whats[name]}, to each row" for name in missing if name != prompt_key]
+    if prompt_key in missing:
+        found = [field.name for field in schema if _is_messages(field.type)]
+        what = f"set --data.prompt-key {found[0]}" if found else f"make '{prompt_key}', {whats[prompt_key]}"
+        remedies.insert(0, what + ("" if found else ", or name such a column by --data.prompt-key"))
+    are = "column {} is missing" if len(missing) == 1 else "columns {} are missing"
+    return UserError(
+        f"{are.format(' and '.join(map(repr, missing)))}; {where}; columns found: {_listed(schema.names)}; "
+        f"{', and '.join(remedies)} (python -m recipes.prepare_gsm8k makes such a file)"
+    )
+
+
+def _is_messages(kind: "pa.DataType") -> bool:
+    kind = plain_type(kind)
+    return kind_of(kind) == "list" and {"role", "content"} <= set(_field_names(kind.value_type))
+
+
+def _listed(names: list[str]) -> str:
+    """Names for a message, at most 200 characters; what a terminal would obey is escaped."""
+    text = ", ".join(name if name.isprintable() else repr(name) for name in names)
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _type_error(where: str, column: str, schema: "pa.Schema", expected: str) -> UserError:
@@ -214,6 +237,13 @@ def _check_answers(batch: "pa.RecordBatch", where: str, first_row: int) -> None:
             f"a row without data_source; {where} row {first_row + row}; found null or '', expected the name that "
             "selects the reward function; fill it in"
         )
+    for name in data_source.unique().to_pylist():
+        if not name.isprintable():  # it names metrics, stands in the terminal and on pages
+            row = pc.index(data_source, name).as_py()
+            raise UserError(
+                f"a data_source with a character that cannot be shown; {where} row {first_row + row}; found "
+                f"{short(name)}, expected printable text in one line; rename it in every row"
+            )
     answers = pc.struct_field(reward_model, "ground_truth")
     missing = pc.is_null(answers)
     if "style" in _field_names(reward_model.type):  # a reward model judges without a ground truth

@@ -2,18 +2,17 @@
 
 A response is sent to a worker as soon as its group is generated; `Scorer.collect` waits for the rest. One thread
 serves all workers and sleeps in `select` meanwhile, so generation keeps the interpreter. A worker that takes longer
-than the limit, exits or crashes is replaced; its response gets no score, but the error's text.
+than the limit, exits or crashes is replaced; its response gets no score, but the error's text. One that has grown too
+large is replaced between two responses.
 
 Deliberately absent: threads or alarms as time limits (sympy and `except Exception` swallow them), a shared process
 pool (a few hung jobs block it), a sandbox (the reward file is the operator's code), a score of 0 for a failure.
 """
 
-import hashlib
 import json
 import math
 import os
 import pickle
-import re
 import selectors
 import signal
 import socket
@@ -23,8 +22,8 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,11 @@ from lib.config import JsonObject
 from lib.dist import World
 from lib.errors import RewardError, Stopped, UserError, check_fields
 from lib.parquet import resolve_file
+from lib.rewards.keeper import END
+from lib.rewards.last_number import DIFFICULTIES, PREFIX
 from lib.rewards.worker import ARGUMENTS, frame
-from lib.types import Rollout, Sample, Score
+from lib.secret_values import environment_without_secrets
+from lib.types import Rollout, Score
 
 GRADERS = {
     "arithmetic": "lib.rewards.arithmetic",
@@ -44,18 +46,19 @@ GRADERS = {
     "lighteval/MATH": "lib.rewards.math",
     "DigitalLearningGmbH/MATH-lighteval": "lib.rewards.math",
     "HuggingFaceH4/MATH-500": "lib.rewards.math",
+    **{f"{PREFIX}{difficulty}": "lib.rewards.last_number" for difficulty in DIFFICULTIES},
 }
 """The built-in graders: data source -> the module whose `compute_score` grades it."""
 
 START_TIMEOUT_S = 120.0  # for a worker's imports; a recipe's file brings torch along
 END_TIMEOUT_S = 5.0  # from a closed channel to the end of its worker, which tells why; others are not served meanwhile
+GROWN_GIB, GROWN_TIMES = 8.0, 10  # a worker beyond this, and so many times what it held first, has a leak
 STOP_POLL_S = 0.2  # between two questions whether to stop
 TIMED_OUT = "timed out"  # how the error of a response over its time limit begins; no exception's text begins so
 ROOT = Path(__file__).resolve().parent.parent
 BOOT = (
     "import sys; sys.path.insert(0, sys.argv[3]); from lib.rewards.worker import main; main(*map(int, sys.argv[1:3]))"
 )
-TRIAL_RESPONSES = ("", "The answer is 0.", "The answer is 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,8 @@ class RewardConfig:
     """Function in that file: NAME(data_source, solution_str, ground_truth, extra_info) -> number, dict or None."""
     kwargs: JsonObject = field(default_factory=dict)
     """Further keyword arguments of the reward function or built-in grader, as JSON."""
+    env: tuple[str, ...] = ()
+    """Environment variables that its workers get although their names say that they are secret."""
     num_workers: int = 4
     """Worker processes per rank; each scores one response at a time."""
     timeout_s: float = 10.0
@@ -79,6 +84,9 @@ class RewardConfig:
     """Share of a step's responses whose scoring may fail or time out; above it the run stops. 1 never stops."""
     # 5 %: flaky infrastructure stays below it, broken code far above; in a step of 128 responses, 1 % would be a
     # single failure. Every failure is counted and logged in any case.
+    max_memory_gib: float | None = None
+    """GiB of its own that a worker may hold after a response; above it the worker is replaced. None: 8, once that is
+    ten times what it held after its first response."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -89,6 +97,7 @@ class RewardConfig:
             num_workers=(1 <= self.num_workers <= 1024, "from 1 to 1024"),
             timeout_s=(0 < self.timeout_s <= 86400, "above 0 and at most 86400 (a day)"),
             max_error_rate=(0 <= self.max_error_rate <= 1, "between 0 and 1"),
+            max_memory_gib=(self.max_memory_gib is None or 0 < self.max_memory_gib < math.inf, "above 0 and finite"),
             kwargs=(not set(self.kwargs) & set(ARGUMENTS), f"names other than {', '.join(ARGUMENTS)}"),
         )
         if self.path is None and self.name != "compute_score":
@@ -96,59 +105,6 @@ class RewardConfig:
                 f"a reward function without its file; --reward.name {self.name}; found no --reward.path, expected the "
                 "file that holds the function; give --reward.path FILE, or leave --reward.name out"
             )
-
-
-def check_reward(
-    cfg: RewardConfig, data_sources: Set[str], samples: Mapping[str, Sample], *, needed: Mapping[str, str] | None = None
-) -> str:
-    """One line for the log: the function, its file and the file's hash, after a trial on at most 3 rows.
-
-    `samples`: where each stands -> the row. `needed`: number that one trial at least must return -> the option that
-    needs it. Runs in one worker process, before any model is loaded. Raises UserError for a wrong flag or data source
-    (exit 2), RewardError for reward code that does not import, lacks the function, or fails on a row (exit 4). Local to
-    the rank: wrap it in `World.agree`.
-    """
-    with closing(Scorer(replace(cfg, num_workers=1), data_sources)) as scorer:
-        for sample, response in zip(samples.values(), TRIAL_RESPONSES, strict=False):
-            rollout = Rollout(sample=sample, index=0, response_ids=[], rollout_log_probs=None, finish_reason="stop")
-            scorer.submit(rollout, response)
-        trials = scorer.collect()
-        if scorer.start_error is not None:
-            raise (RewardError if cfg.path else UserError)(scorer.start_error)  # built in: a flag or a package
-        notes = scorer.warnings
-    for where, trial, response in zip(samples, trials, TRIAL_RESPONSES, strict=False):
-        if trial.score.error is not None:
-            raise RewardError(
-                f"the reward function failed on a trial; {_describe_source(cfg, {trial.sample.data_source})}; "
-                f"{where} (ground truth {trial.sample.ground_truth!r:.80}) with the response {response!r}: "
-                f"{trial.score.error}; expected a finite number, a dict with the key 'score', or None (leave out); "
-                "mend the function: a response can be any text, also none"
-            )
-    numbers = {"score"} | {
-        name for trial in trials for name, value in trial.score.extras.items() if not isinstance(value, str)
-    }
-    for name, flag in (needed or {}).items():
-        if name not in numbers and any(trial.score.score is not None for trial in trials):
-            raise UserError(
-                f"the reward function returns no number {name!r}; {flag}; found none on a trial, expected one of "
-                f"{', '.join(sorted(numbers))}; change one of the two"
-            )
-    if trials and all(trial.score.score is None for trial in trials):
-        notes = [*notes, f"it returned None for all of {len(trials)} trials: what has no score is not trained on"]
-    return "; ".join([f"reward: {_describe_source(cfg, data_sources)}", *(f"warning: {note}" for note in notes)])
-
-
-def code_hash(line: str) -> str | None:
-    """The hash in a line of `check_reward`; None for the built-in graders."""
-    found = re.search(r"\(sha256 (\w+)\)", line)
-    return found and found[1]
-
-
-def _describe_source(cfg: RewardConfig, data_sources: Set[str]) -> str:
-    if cfg.path is None:
-        return ", ".join(f"{GRADERS[source]} for {source}" for source in sorted(data_sources))
-    path = resolve_file(cfg.path, "--reward.path").resolve()
-    return f"{cfg.name} in {path} (sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]})"
 
 
 # ---- Failures of a step ----
@@ -193,6 +149,14 @@ def error_counts(rollouts: Sequence[Rollout]) -> dict[str, int]:
     return dict(Counter(r.score.error for r in rollouts if r.score.error is not None).most_common())
 
 
+def outgrown_in_words(num_workers: int) -> str:
+    """That so many workers were replaced since they had grown too large."""
+    return (
+        f"{num_workers} reward worker(s) held too much memory and were replaced, their scores are kept; the reward "
+        "function keeps something of every response (--reward.max-memory-gib sets the limit)"
+    )
+
+
 # ---- Worker processes ----
 
 
@@ -211,15 +175,19 @@ class Scorer:
         *,
         reward_keys: Sequence[str] = (),
         log_path: Path | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self.start_error: str | None = None
         """Why workers did not start, a four-part message; once none is left, every response gets it as its error."""
         self.warnings: list[str] = []
-        self._cfg, self._reward_keys = cfg, reward_keys
+        self.num_outgrown = 0
+        """Workers that were replaced since they had grown too large."""
+        self._cfg, self._reward_keys, self._start_timeout_s = cfg, reward_keys, max(start_timeout_s, cfg.timeout_s)
         self._spec = frame(pickle.dumps(_worker_spec(cfg, data_sources, log_path)))
+        self._environment = environment_without_secrets(cfg.env)
         self._rollouts: list[Rollout] = []  # by job number
         self._scores: dict[int, Score] = {}  # by job number
-        self._queue: deque[tuple[int, str]] = deque()  # (job number, response)
+        self._queue: deque[tuple[int, str | None]] = deque()  # (job number, response)
         self._workers: list[_Worker] = []
         self._stopped: list[subprocess.Popen] = []
         self._progress = threading.Condition()
@@ -232,8 +200,12 @@ class Scorer:
         self._thread = threading.Thread(target=self._serve, name="scorer", daemon=True)
         self._thread.start()
 
-    def submit(self, rollout: Rollout, solution_str: str) -> None:
-        """Queues a response (`solution_str`: its text without special tokens) and returns at once."""
+    def submit(self, rollout: Rollout, solution_str: str | None) -> None:
+        """Queues a response (`solution_str`: its text without special tokens) and returns at once.
+
+        None asks whether the grader accepts what its own `write_answer` makes of the ground truth: the score is then 1
+        or 0 (None: it has no such function), the answer is in the extras.
+        """
         self._rollouts.append(rollout)
         self._queue.append((len(self._rollouts) - 1, solution_str))
         self._wake()
@@ -301,7 +273,7 @@ class Scorer:
     def _start_worker(self) -> None:
         self._stopped = [process for process in self._stopped if process.poll() is None]  # reaps the others
         try:
-            worker = _Worker(self._spec)
+            worker = _Worker(self._spec, self._environment, self._start_timeout_s)
         except OSError as error:  # out of memory, processes or descriptors
             self.start_error = f"a reward worker did not start; {sys.executable}; {error}; free memory or processes"
             return
@@ -358,15 +330,22 @@ class Scorer:
                 return
             worker.started, worker.deadline, self.warnings = True, math.inf, message["warnings"]
         elif message.get("job") == worker.job:
+            memory = message.pop("memory")
             self._finish(message.pop("job"), _with_all(self._reward_keys, Score(**message)))
             worker.job, worker.deadline = None, math.inf
+            worker.first_memory = worker.first_memory or memory
+            if worker.has_outgrown(self._cfg.max_memory_gib, memory):
+                self.num_outgrown += 1
+                self._stop(worker)
+                self._start_worker()
 
     def _expire(self) -> None:
         """Kills the workers over their time limit. Runs after all replies that have come were read."""
         now = time.monotonic()
         for worker in [worker for worker in self._workers if worker.deadline <= now]:
-            limit = self._cfg.timeout_s if worker.started else START_TIMEOUT_S
-            self._lose(worker, f"{TIMED_OUT} after {limit:g} s" if worker.started else f"it took over {limit:g} s")
+            limit = self._cfg.timeout_s if worker.started else self._start_timeout_s
+            slow = f"it took over {limit:g} s (a longer --reward.timeout-s allows more)"
+            self._lose(worker, f"{TIMED_OUT} after {limit:g} s" if worker.started else slow)
 
     def _lose(self, worker: "_Worker", reason: str, *, is_message: bool = False) -> None:
         """Kills a worker and gives its response the reason as error. One that had started is replaced.
@@ -424,9 +403,9 @@ def _worker_spec(cfg: RewardConfig, data_sources: Set[str], log_path: Path | Non
 
 
 class _Worker:
-    """One process, its channel, and the response it is scoring. Its own session, so that its children die with it."""
+    """A process behind its keeper, its channel, and the response that it is scoring."""
 
-    def __init__(self, spec: bytes) -> None:
+    def __init__(self, spec: bytes, environment: dict[str, str], start_timeout_s: float) -> None:
         self.channel, theirs = socket.socketpair()
         self.channel.setblocking(False)
         with theirs:
@@ -437,18 +416,25 @@ class _Worker:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"} | os.environ,  # hash("x") alike in all workers
+                env=environment,
             )
         self.outgoing = spec
         self.incoming = bytearray()
         self.started = False
         self.job: int | None = None
-        self.deadline = time.monotonic() + START_TIMEOUT_S
+        self.first_memory = 0  # bytes after its first response: a model that this one loaded is no leak
+        self.deadline = time.monotonic() + start_timeout_s
 
     @property
     def idle(self) -> bool:
         """Whether it waits for a response."""
         return self.started and self.job is None
+
+    def has_outgrown(self, max_gib: float | None, memory: int) -> bool:
+        """Whether the worker, which holds `memory` bytes after a response, is to be replaced."""
+        if max_gib is None and memory <= GROWN_TIMES * self.first_memory:
+            return False
+        return memory > 2**30 * (max_gib or GROWN_GIB)
 
     def send(self) -> None:
         """Sends as much of `outgoing` as the channel takes."""
@@ -471,10 +457,9 @@ class _Worker:
         return message
 
     def kill(self) -> None:
-        """Kills the process and its children."""
+        """Has the process ended by its keeper, with everything that it started."""
         self.channel.close()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.send_signal(END)
 
     def _how_it_ended(self) -> str:
         try:

@@ -5,6 +5,7 @@ add up three sums, and to compare the best few candidates of each.
 """
 
 from collections.abc import Iterable
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from lib.dist import World
 from lib.types import Batch
 
-UNITS = 2**20
+LIMBS = 9  # of 32 bits: any float32 is a whole number of 2^-149 below 2^278
 
 
 class Candidate(NamedTuple):
@@ -28,14 +29,28 @@ class Candidate(NamedTuple):
 
 
 def token_sums(batch: Batch) -> Tensor:
-    """(3,) int64: number of this rank's response tokens, sums of their advantages and old log-probs in units of 2^-20.
-
-    Integers, because their sum does not depend on the order of addition, and so not on the ranks.
-    """
+    """(3, LIMBS) int64: this rank's response tokens, counted in the first place, and `exact_sum` of their advantages
+    and of their old log-probs. Added over ranks, they are those of the whole mini-batch."""
     assert batch.old_log_probs is not None and batch.advantages is not None, "computed before the update"
     mask = batch.response_mask
-    columns = (batch.advantages[mask], batch.old_log_probs[mask])
-    return torch.stack([mask.sum(), *((column.double() * UNITS).round().long().sum() for column in columns)])
+    count = torch.zeros(LIMBS, dtype=torch.int64, device=mask.device)
+    count[0] = mask.sum()
+    return torch.stack([count, *(exact_sum(column[mask]) for column in (batch.advantages, batch.old_log_probs))])
+
+
+def exact_sum(values: Tensor) -> Tensor:
+    """(LIMBS,) int64, the sum of numbers (N,) as float32: sum over k of limb k x 2^(32 k), in units of 2^-149.
+
+    Nothing is rounded, so it depends neither on the order of addition nor on the ranks. Room for 2^31 numbers.
+    """
+    bits = values.float().view(torch.int32).long()
+    exponents, digits = (bits >> 23) & 0xFF, bits & 0x7FFFFF  # (N,) each, of a float32
+    shifts = (exponents - 1).clamp(min=0)  # the smallest numbers have exponent 0, and no leading 1
+    digits = torch.where(exponents > 0, digits + 2**23, digits) << shifts % 32  # below 2^55
+    signs = torch.where(bits < 0, -1, 1)
+    limbs = torch.zeros(LIMBS, dtype=torch.int64, device=values.device)
+    limbs.index_add_(0, shifts // 32, signs * (digits & 0xFFFFFFFF))
+    return limbs.index_add_(0, shifts // 32 + 1, signs * (digits >> 32))
 
 
 def covariances(batch: Batch, sums: Tensor) -> Tensor:
@@ -45,7 +60,11 @@ def covariances(batch: Batch, sums: Tensor) -> Tensor:
     (arXiv:2505.22617).
     """
     assert batch.old_log_probs is not None and batch.advantages is not None, "computed before the update"
-    mean_advantage, mean_log_prob = sums[1:].double() / (sums[0].clamp(min=1) * UNITS)
+    (count, *_), *columns = sums.tolist()
+    units = max(count, 1) << 149
+    mean_advantage, mean_log_prob = (
+        float(Fraction(sum(limb << 32 * k for k, limb in enumerate(limbs)), units)) for limbs in columns
+    )
     return (batch.advantages.double() - mean_advantage) * (batch.old_log_probs.double() - mean_log_prob)
 
 
@@ -84,7 +103,7 @@ def select_by_covariance(
     at random (all of them where there are fewer). Executed by all ranks together.
     """
     sums = world.sum(token_sums(batch))
-    k = max(1, int(ratio * int(sums[0])))
+    k = max(1, int(ratio * int(sums[0, 0])))
     cov = covariances(batch, sums)  # (B, T)
     if between is None:
         candidates = best_candidates(batch, -cov, batch.response_mask, k)

@@ -5,6 +5,9 @@ signals' numbers (`signal.set_wakeup_fd`) and passes the request on to all ranks
 store where they met. It only takes note: what runs long asks `Stopper.requested` and breaks off, and where all ranks
 come together `Stopper.agreed` gives all of them the same answer.
 
+The thread also sees which other ranks of its node a signal has killed, since these can tell nobody: SIGKILL is what the
+system sends where memory is short.
+
 SIGUSR1, which schedulers send some time before they end a job, stops as SIGTERM does, but the exit code is 0.
 
 LLVM, which Triton compiles with in this process, puts handlers of its own behind Python's back, and swallows SIGUSR1.
@@ -14,6 +17,7 @@ So the thread goes on putting ours in place.
 import ctypes
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -22,19 +26,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as torch_dist
 
 from lib.dist import ATTEMPT, World
-from lib.errors import Stopped
+from lib.errors import RankKilled, Stopped, error_line
+from lib.messages import Messages
+from lib.peers import Peers, in_words, node_of_process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 POLL_S = 0.5  # between two looks at the store
 LIBC = ctypes.CDLL(None)
 SIGACTION_BYTES = 512  # at least its struct sigaction
 ECHO_S = 2.0  # one request may arrive twice: from the scheduler, and handed on by torchrun
+NOTICE_S = 2.0  # from a peer's closed connections to the end of its process
+UNWIND_S = 10.0  # for what is left to do when a peer was killed; in a collective on a GPU a rank would wait for ever
 
 
 class Stopper:
@@ -45,11 +54,10 @@ class Stopper:
     """
 
     def __init__(self, world: World, *, max_minutes: float | None = None) -> None:
-        """`max_minutes`: from now on, or where torchrun has restarted the ranks from their first start. Executed by
-        all ranks, after they have joined the process group."""
+        """`max_minutes`: from the start of torchrun, however often it restarts its ranks; without it from now on.
+        Executed by all ranks, after they have joined the process group."""
         self.world, self.max_minutes = world, max_minutes
         self._request: tuple[str, int] | None = None  # reason, exit code
-        self._is_told = False
         self._arrivals: dict[int, float] = {}  # signal -> when it came first
         self._replaced: dict[int, Any] = {}  # signal -> the handler before ours
         self._ours: dict[int, ctypes.Array[ctypes.c_char]] = {}  # signal -> what the system knows of our handler
@@ -57,17 +65,24 @@ class Stopper:
         self._terminal = os.dup(2)  # stays what it is when a run moves descriptor 2 to its log
         self._sender: socket.socket | None = None
         self._closing = False
-        self._store, started = None, time.time()
-        if torch_dist.is_initialized():
+        self._messages: Messages | None = None
+        self._peers = Peers({})
+        self._told_of_strangers = False
+        self._may_tell = threading.Lock()  # of a killed peer; whoever takes it first does, main thread or watcher
+        self._give_up = float("inf")  # when the process ends by force
+        if world.size > 1:
+            key, about = secrets.token_bytes(32), (node_of_process(), os.getpid())
+            ranks = world.gather((key, *about))
+            self._peers = Peers(
+                {rank: pid for rank, (_, node, pid) in enumerate(ranks) if rank != world.rank and node == about[0]}
+            )
             # A client of its own: the process group's waits in the main thread while the watcher asks.
             store = torch_dist.TCPStore(
                 os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=30)
             )
-            if world.rank == 0:  # torchrun's store outlives the ranks that it restarts
-                started = float(store.compare_set("lockstep/started", "", str(started)))
-            attempt = os.environ.get(ATTEMPT, "0")
-            self._store = torch_dist.PrefixStore(f"lockstep/{attempt}/stop", store)
-        self._deadline = started + 60 * max_minutes if max_minutes is not None else float("inf")
+            place = f"lockstep/{os.environ.get(ATTEMPT, '0')}/stop"
+            self._messages = Messages(torch_dist.PrefixStore(place, store), ranks[0][0], rank=world.rank)
+        self._deadline = _launched_s() + 60 * max_minutes if max_minutes is not None else float("inf")
 
     def requested(self) -> bool:
         """Whether this rank knows of a request. Ranks learn of it at different moments: see `agreed`."""
@@ -100,7 +115,7 @@ class Stopper:
         """
         self._longest_step_s = max(self._longest_step_s, seconds)
         save_s = save_s or self._longest_step_s
-        if self.world.rank == 0 and time.time() + self._longest_step_s + save_s > self._deadline:
+        if self.world.rank == 0 and _now_s() + self._longest_step_s + save_s > self._deadline:
             self._request = self._request or (
                 f"the time limit of {self.max_minutes:g} minutes: a step of up to {self._longest_step_s:.0f} s and a "
                 f"save of up to {save_s:.0f} s would not end before it", 0,
@@ -118,17 +133,33 @@ class Stopper:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Raises RankKilled instead of what a collective says when a peer was killed."""
+        killed = self._killed_peer(error)
         if error is not None and not isinstance(error, Stopped):
-            self._tell_failure()
+            self._tell_failure("" if killed is None else str(killed))
         self._closing = True
         self._sender.send(b"\0")
         self._thread.join()
         signal.set_wakeup_fd(-1)
         for number, handler in self._replaced.items():  # what is left is to leave: an echo must not disturb it
-            signal.signal(number, signal.SIG_IGN if isinstance(error, Stopped) else handler)
+            ignored = isinstance(error, Stopped) or killed is not None
+            signal.signal(number, signal.SIG_IGN if ignored else handler)
         self._sender.close()
         self._receiver.close()
         self._sender = None
+        if killed is not None:
+            raise killed from error
+
+    def _killed_peer(self, error: BaseException | None) -> RankKilled | None:
+        """What ended this rank, where it is a peer that a signal has killed. Its connections close before it ends."""
+        if not isinstance(error, RuntimeError) or self.world.size == 1:
+            return None
+        deadline = time.monotonic() + NOTICE_S
+        while not (line := self._line_about_killed()):
+            if self._failure_of_peer() == "" or time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+        return self._tell_of_killed(line)
 
     def _install(self) -> None:
         for number in STOP_SIGNALS:
@@ -149,47 +180,97 @@ class Stopper:
         while not self._closing:
             for number, ours in list(self._ours.items()):
                 LIBC.sigaction(number, ours, None)
-            ready, _, _ = select.select([self._receiver], [], [], POLL_S)
-            for number in self._receiver.recv(64) if ready else b"":
+            ready, _, _ = select.select([self._receiver, *self._peers.alive], [], [], POLL_S)
+            self._peers.look()
+            for number in self._receiver.recv(64) if self._receiver in ready else b"":
                 if number in STOP_SIGNALS:
                     self._receive(number)
+            if self._closing:  # the main thread has come to its end after all
+                return
+            if time.monotonic() > self._give_up:
+                os._exit(1)
             try:
                 self._exchange()
             except RuntimeError:  # the store has ended, with whoever held it
-                self._store = None
+                self._messages = None
 
     def _receive(self, number: int) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
         is_second = now - self._arrivals.setdefault(number, now) > ECHO_S and number != signal.SIGUSR1
-        if is_second or self._has_peer_failed():
+        if is_second or self._failure_of_peer() == "":
             why = "came a second time" if is_second else "came after another rank had failed"
-            os.write(self._terminal, f"{name} {why}: rank {self.world.rank} exits at once\n".encode())
+            self._say(f"{name} {why}: rank {self.world.rank} exits at once")
             self._tell_failure()
             os._exit(128 + number)
+        if line := self._line_about_killed():  # so torchrun ends us too; the main thread will notice, or never
+            self._tell_of_killed(line)
+            self._give_up = now + UNWIND_S
         code = 0 if number == signal.SIGUSR1 else 128 + number
         self._request = self._request or (f"{name} on rank {self.world.rank}", code)
 
     def _exchange(self) -> None:
-        """Tells all ranks of this rank's request, or learns of another's."""
-        if self._store is None:
+        """Learns of another rank's request, or tells all ranks of the one that this rank knows."""
+        if self._messages is None:
             return
-        if self._request is not None and not self._is_told:
-            self._store.compare_set("request", "", json.dumps(self._request))  # the first one stays
-            self._is_told = True
-        elif self._request is None and self._store.check(["request"]):
-            reason, code = json.loads(self._store.get("request"))
-            self._request, self._is_told = (reason, code), True
+        told = self._messages.read("request")
+        if told is None and self._request is not None:
+            self._messages.post("request", json.dumps(self._request))
+        elif told is not None and self._request is None:
+            reason, code = json.loads(told)
+            self._request = reason, code
+        if self._messages.refused is not None and not self._told_of_strangers and self.world.rank == 0:
+            self._told_of_strangers = True
+            self._say(
+                "warning: what no rank has written is in the store of the ranks, and is ignored; "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}; found {self._messages.refused!r:.60}, "
+                "expected only messages of this run; keep other processes away from that port"
+            )
 
-    def _tell_failure(self) -> None:
+    def _tell_failure(self, killed: str = "") -> None:
+        """`killed`: a line about the rank that was, if that is what ends this one."""
         with suppress(RuntimeError):
-            if self._store is not None:
-                self._store.set("failed", str(self.world.rank))
+            if self._messages is not None:
+                self._messages.post("failed", killed)
 
-    def _has_peer_failed(self) -> bool:
+    def _failure_of_peer(self) -> str | None:
+        """What `_tell_failure` has told on another rank; None: nothing."""
         with suppress(RuntimeError):
-            return self._store is not None and self._store.check(["failed"])
-        return False
+            return self._messages and self._messages.read("failed")
+        return None
+
+    def _line_about_killed(self) -> str:
+        """Which rank a signal has killed, as this rank sees it or another one has told; empty: none."""
+        failure = self._failure_of_peer()
+        for rank, number in self._peers.killed().items():
+            if number is not None or failure is None:  # one that failed by itself has told so
+                return in_words(rank, number)
+        return failure or ""
+
+    def _tell_of_killed(self, line: str) -> RankKilled:
+        """The error, told once, by the first rank that is left on a node that lost one."""
+        error = RankKilled(line)
+        is_first = all(self.world.rank < rank for rank, _ in list(self._peers.alive.values()))
+        if is_first and self._peers.killed() and self._may_tell.acquire(blocking=False):
+            self._say(error_line(error))
+        return error
+
+    def _say(self, line: str) -> None:
+        with suppress(OSError):  # a full disk must not end the watcher
+            os.write(self._terminal, f"{line}\n".encode(errors="backslashreplace"))
 
 
 def _take_note(number: int, frame: Any) -> None:
     """A handler, so that the signal does not end the process; its number goes to the watcher."""
+
+
+def _now_s() -> float:
+    """Seconds on a clock that nobody sets, and by which the system notes when a process starts."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _launched_s() -> float:
+    """When torchrun was started, which restarts its ranks; without torchrun now."""
+    if ATTEMPT not in os.environ:
+        return _now_s()
+    fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -10,7 +10,9 @@ from types import TracebackType
 from typing import TextIO
 
 from lib.dist import World
+from lib.errors import printable
 from lib.run_folder import open_lossy
+from lib.secret_values import blank
 
 CLEAR_LINE = "\r\x1b[K"
 
@@ -53,12 +55,15 @@ class Terminal:
     def write_error(self, text: str) -> None:
         """Writes to where file descriptor 2 led before, on whichever rank."""
         with suppress(OSError):  # it is the error that matters, not that it cannot be written
-            os.write(2 if self._saved is None else self._saved[1], text.encode(errors="backslashreplace"))
+            os.write(
+                2 if self._saved is None else self._saved[1], printable(blank(text)).encode(errors="backslashreplace")
+            )
 
     def say(self, text: str) -> None:
-        """Prints a line, or several, on the terminal and in rank 0's log."""
+        """Prints a line, or several, on the terminal and in rank 0's log; escape codes as text."""
         if self.world.rank != 0:
             return
+        text = printable(text)
         print((CLEAR_LINE if self.console.isatty() else "") + text, file=self.console, flush=True)
         if self.log is not None:
             print(text, file=self.log, flush=True)

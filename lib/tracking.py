@@ -1,13 +1,15 @@
 """The run folder, the terminal, and the loggers: everything a run leaves behind except checkpoints.
 
-    RUN/config.json  metrics.jsonl  tensorboard/  learning_curve.png  samples/step_N.jsonl  logs/rank_R.log  status.json
+    RUN/config.json  metrics.jsonl  tensorboard/  learning_curve.png  logs/rank_R.log  status.json
+    RUN/samples/step_N.jsonl  rollouts/step_N.parquet
 
 metrics.jsonl has one JSON object a line, `step` first (0 = before training). JSON has no NaN or infinity, so these are
-the strings "NaN", "Infinity" and "-Infinity", which `float` reads. Values of environment variables that look like
-secrets are blanked in everything this file writes; what libraries print goes to the logs as it is.
+the strings "NaN", "Infinity" and "-Infinity", which `float` reads. Secrets (lib/secret_values.py) are blanked in all of
+it; only what libraries print without Python's streams goes to the logs as it is.
 
-A full disk does not end a run: metrics, samples and TensorBoard's events wait in memory, in order, until there is room;
-lines of the logs are lost. How a run ended is in status.json all the same: a hidden file keeps room for that.
+A full disk does not end a run: metrics, samples, rollouts and TensorBoard's events wait in memory, in order, until
+there is room; lines of the logs are lost. How a run ended is in status.json all the same: a hidden file keeps room for
+that.
 """
 
 import importlib.util
@@ -35,12 +37,13 @@ from lib.console import (
     validation_values,
 )
 from lib.dist import World
-from lib.errors import FULL, LockstepError, NoSpace, Stopped, UserError, error_line
+from lib.errors import FULL, LockstepError, NoSpace, Stopped, UserError, check_fields, error_line
 from lib.run_folder import (
     METRICS,
     append,
     cannot_write,
     check_folder,
+    check_shared,
     claim_folder,
     cut_after,
     launch_id,
@@ -49,15 +52,16 @@ from lib.run_folder import (
     plain,
     read_metrics,
     read_status,
-    redact,
-    secret_values,
+    step_files,
     to_json,
     to_lines,
 )
+from lib.secret_values import blank
 from lib.terminal import Terminal
 
 ROOM = ".room"
 ROOM_BYTES = 2**14  # of a last status, whose error may be long
+ROLLOUTS_KEPT = 50  # files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +72,12 @@ class TrackingConfig:
     """Weights & Biases project to log to; none by default. WANDB_MODE=offline is honoured."""
     name: str | None = None
     """Name of the run in Weights & Biases; the run folder's name by default."""
+    rollouts_every: int = 10
+    """Steps between those whose rollouts are saved as rollouts/step_N.parquet, for eval.py --score-only; also those of
+    the first; the newest 50 files stay; 0: none."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "tracking.", rollouts_every=(self.rollouts_every >= 0, "0 or more"))
         for flag, value in (("wandb-project", self.wandb_project), ("name", self.name)):
             if value is not None and not (value.strip() and value.isprintable()):
                 raise UserError(
@@ -104,17 +112,21 @@ class Run:
         overwrite: bool = False,
         last_row: int | None = None,
         resumable: bool = False,
+        date: str | None = None,
         needed_gib: float = 0.1,
     ):
         """Makes the folder, and logs to it from here on. `config` must hold no secrets (dataclass fields only).
 
         With `last_row` the run that is there goes on: rows and samples of later steps are moved aside (-1: all are).
-        `resumable`: whether a checkpoint is there. Raises UserError when the folder is not empty (unless it goes on, or
-        `overwrite` moves it aside), cannot be written, or has less than `needed_gib` free, and when wandb is asked for
-        but does not work.
+        `resumable`: whether a checkpoint is there. `date`: when the run began, kept in status.json. Raises UserError
+        when the folder is not empty (unless it goes on, or `overwrite` moves it aside), cannot be written, has less
+        than `needed_gib` free, or is not the same one on all ranks, and when wandb is asked for but does not work.
         """
         self.world, self.cfg, self.num_steps, self.resumable = world, cfg, num_steps, resumable
-        self.step, self.state = max(0, last_row or 0), "running"
+        self.step, self.state, self.date = max(0, last_row or 0), "running", date
+        self.variables: set[str] = set()
+        """Names of the numbers that its validations report."""
+        self._topics: set[str] = set()  # of what was said once
         self._waiting: list[tuple[int, Path, bytes]] = []  # (step, file, what is to be appended), while it is full
         self._is_full = False
         goes_on = last_row is not None
@@ -124,6 +136,7 @@ class Run:
         )
         self._lock: int | None = None  # a file descriptor, on rank 0
         self._on_rank_0(self._take_lock)
+        check_shared(self.dir, world)
         self.run_id: str = self._on_rank_0(lambda: read_status(self.dir).get("run_id") or secrets.token_hex(4))
         """Of the run, however often it is continued."""
         self.log_file = self.dir / "logs" / f"rank_{world.rank}.log"
@@ -148,7 +161,13 @@ class Run:
 
     def say(self, text: str) -> None:
         """Prints a line (or several) on the terminal the run was started from, and in rank 0's log."""
-        self.terminal.say(redact(text, secret_values()))
+        self.terminal.say(text)
+
+    def say_once(self, topic: str, text: str) -> None:
+        """Says it unless something of this topic was said before."""
+        if topic not in self._topics:
+            self._topics.add(topic)
+            self.say(text)
 
     def progress(self, label: str, total: int) -> AbstractContextManager[Callable[[], None]]:
         """A bar on a terminal, else a line every 10 seconds: call the yielded function for every one that is done."""
@@ -176,14 +195,22 @@ class Run:
     def save_samples(self, step: int, rows: Sequence[Mapping[str, Any]], *, show: int = 0) -> None:
         """Appends all ranks' sample rows (already gathered) to samples/step_N.jsonl; says the first `show` of them.
 
-        Keys: uid, data_source, prompt, response, ground_truth, score, extras, finish_reason.
+        Keys: uid, data_source, prompt, response, ground_truth, score, extras, finish_reason, temperature.
         """
         path = self.dir / "samples" / f"step_{step}.jsonl"
         self._on_rank_0(lambda: self._write((step, path, to_lines(rows))))
-        for row in rows[:show]:
+        self.show_samples(rows[:show])
+
+    def show_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Says a line for each of these rows: prompt, response, ground_truth, score, finish_reason."""
+        for row in blank(rows):  # while secrets are whole
             prompt, response = shorten(str(row["prompt"])), shorten(str(row["response"]))
             expected, score = shorten(str(row["ground_truth"]), 30), row["score"]
             self.say(f"  {prompt} -> {response}  (score {score}, expected {expected}, {row['finish_reason']})")
+
+    def save_rollouts(self, step: int, data: bytes) -> None:
+        """Writes what rank 0 has made to rollouts/step_N.parquet, unless it is empty; the newest 50 files stay."""
+        self._on_rank_0(lambda: self._write_rollouts(step, data) if data else None)
 
     def catch_up(self) -> None:
         """Raises NoSpace unless all that was logged is in the files: without it there may be no checkpoint, since the
@@ -221,7 +248,7 @@ class Run:
                 line = error_line(error)
             else:
                 line = " ".join(f"error[1] {type(error).__name__}: {error}".split()) + f"; on rank {self.world.rank}"
-                print(redact("".join(traceback.format_exception(error)), secret_values()), file=self._log)
+                print("".join(traceback.format_exception(error)), file=self._log)
             with suppress(OSError):  # a full disk must not hide the error that is being reported
                 self._append_waiting()
             with suppress(OSError):
@@ -236,8 +263,7 @@ class Run:
                     f"{self.dir}; free some space: a run that goes on from a checkpoint here logs it again"
                 )
             if not isinstance(error, LockstepError | Stopped | KeyboardInterrupt):
-                text = f"{redact(line, secret_values())}; what the libraries said is in {self.log_file}\n"
-                self.terminal.write_error(text)
+                self.terminal.write_error(f"{line}; what the libraries said is in {self.log_file}\n")
         self.restore()
 
     def _take_lock(self) -> None:
@@ -246,7 +272,7 @@ class Run:
     def _start(self, config: Mapping[str, Any], last_row: int | None) -> None:
         self._write_status()  # first, since a folder without it is nobody's run
         (self.dir / ROOM).write_bytes(os.urandom(ROOM_BYTES))  # zeros might take no room
-        for name in ("samples", "tensorboard"):
+        for name in ("samples", "rollouts", "tensorboard"):
             (self.dir / name).mkdir(exist_ok=True)
         (self.dir / "config.json").write_text(to_json(config, indent=2) + "\n", encoding="utf-8")
         if last_row is not None and (moved := cut_after(self.dir, last_row)):
@@ -275,6 +301,13 @@ class Run:
             self.say(training_line(row, self.num_steps))
         if any(VALIDATION_NAME.fullmatch(name) for name in metrics):
             self.say(validation_table(self._history()))
+
+    def _write_rollouts(self, step: int, data: bytes) -> None:
+        folder = self.dir / "rollouts"
+        older = [path for earlier, path in step_files(folder, "parquet") if earlier < step]
+        for path in older[: max(0, len(older) - ROLLOUTS_KEPT + 1)]:
+            path.unlink()
+        self._write((step, folder / f"step_{step}.parquet", data))
 
     def _write(self, *entries: tuple[int, Path, bytes]) -> None:
         """Appends to files and renews status.json. While the disk is full, entries wait in memory behind those that do
@@ -328,7 +361,7 @@ class Run:
         """Replaces status.json in one move: a reader sees the old one or the new one, never half of it. The new one's
         file may be there already, with room for it."""
         status = {"state": state or self.state, "step": self.step, "resumable": self.resumable, "error": error}
-        status |= {"run_id": self.run_id, "launch_id": launch_id()}
+        status |= {"run_id": self.run_id, "launch_id": launch_id(), "date": self.date}
         try:
             self._new_status.touch()
             with open(self._new_status, "r+b") as file:
@@ -402,7 +435,7 @@ def _start_wandb(cfg: TrackingConfig, run_dir: Path, config: Mapping[str, Any], 
     try:
         return wandb.init(
             project=cfg.wandb_project, name=name, id=run_id, resume="allow", dir=str(run_dir),
-            config=plain(config, secret_values()), settings=settings,
+            config=plain(config), settings=settings,
         )  # fmt: skip
     except wandb.Error as error:
         raise UserError(

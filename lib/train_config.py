@@ -110,6 +110,7 @@ class TrainConfig:
                 f"--rollout.n {self.rollout.n} is too small to filter groups; --filter-groups.enable True; the "
                 "responses of a prompt must differ, expected at least 2; set --rollout.n 8"
             )
+        self._check_curriculum()
         responses = self.prompts_per_step * self.rollout.n
         if responses % self.mini_batch_size:
             raise UserError(
@@ -161,6 +162,23 @@ class TrainConfig:
                 f"--max-tokens-per-gpu {self.max_tokens_per_gpu} is smaller than one sequence; found "
                 f"--data.max-prompt-len {self.data.max_prompt_len} + --rollout.max-response-len "
                 f"{self.rollout.max_response_len} = {longest}; expected at least {longest}; raise it"
+            )
+
+    def _check_curriculum(self) -> None:
+        """What is needed to tell from the responses to a prompt whether it is mixed."""
+        if not self.data.curriculum:
+            return
+        if self.rollout.n < 2:
+            raise UserError(
+                f"--rollout.n {self.rollout.n} is too small for a curriculum; --data.curriculum True; it draws prompts "
+                "whose responses differ, expected at least 2; set --rollout.n 8, or leave the curriculum out"
+            )
+        cfg = self.filter_groups
+        if (cfg.low, cfg.high) != (-math.inf, math.inf):
+            raise UserError(
+                "a curriculum would draw more of what a band drops; --data.curriculum True; found "
+                f"--filter-groups.low {cfg.low:g} and --filter-groups.high {cfg.high:g}, expected no bounds; leave out "
+                "one of the two"
             )
 
     def _check_older_responses(self) -> None:

@@ -19,11 +19,13 @@ class Sample:
     """One prompt of the stream: a dataset row, tokenised."""
 
     uid: int
-    """Position in the endless seeded prompt stream: epoch x rows + place. Groups are keyed by it."""
+    """Position in the endless seeded prompt stream. Groups are keyed by it."""
     prompt_ids: list[int]
     data_source: str
     ground_truth: Any
     extra_info: dict
+    place: int = -1
+    """Which of its split's prompts it is, in file order; -1: of none."""
 
 
 @dataclass(frozen=True, kw_only=True)

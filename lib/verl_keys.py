@@ -5,6 +5,7 @@ The lists hold what users of verl's FSDP + vLLM path put into their commands; `p
 """
 
 import re
+from collections.abc import Collection
 
 LATER = "comes with a later release"
 NO_RAY = "not needed: there is no Ray, torchrun starts the ranks"
@@ -12,8 +13,11 @@ ALWAYS = "not needed: always on"
 PACKED = "not needed: rows are always packed, micro-batches are always made by token budget"
 ONE_PASS = "not needed: the same token budget serves every pass"
 REFERENCE = "not needed: the reference is loaded only if used, and has the policy's precision and sharding"
-SLEEP = "default: only where an update needs the memory (verl: always)"
+SLEEP = "training only; default: only where an update needs the memory (verl: always)"
 ROLLOUT_LEN = "not needed: the engine's length is --data.max-prompt-len + --rollout.max-response-len"
+
+SWITCH = "above 0 for True; for False leave it out: the default is 0"
+NO_CRITIC = "leave it out, or start train_ppo.py or a recipe of it: it is an option of PPO's critic, and here is none"
 
 ROLLOUT = "actor_rollout_ref.rollout."
 ACTOR = "actor_rollout_ref.actor."
@@ -67,14 +71,14 @@ ALGORITHM = _under(
             "verl's names; grpo_vectorized is grpo, rloo_vectorized is rloo, tir_optimal_token_baseline is "
             "optimal_token_baseline; dr_grpo is grpo without the standard deviation",
         ),
-        "gdpo_reward_keys": ("--advantage", "reward-keys is an option of gdpo; score is the shaped score"),
-        "gdpo_reward_weights": ("--advantage", "reward-weights is an option of gdpo"),
+        "gdpo_reward_keys": ("--advantage.reward-keys", "with --advantage gdpo; without brackets"),
+        "gdpo_reward_weights": ("--advantage.reward-weights", "with --advantage gdpo; without brackets"),
         "norm_adv_by_std_in_grpo": ("--advantage.norm-by-std", ""),
-        "gamma": ("--advantage", "gamma is an option of gae and reinforce_plus_plus"),
-        "lam": ("--advantage", "lam is an option of gae"),
-        "use_kl_in_reward": ("--kl-reward.coef", "a coefficient above 0 switches it on; default 0"),
+        "gamma": ("--advantage.gamma", "with --advantage reinforce_plus_plus, or in train_ppo.py"),
+        "lam": ("--advantage.lam", "train_ppo.py"),
+        "use_kl_in_reward": ("--kl-reward.coef", SWITCH),
         "kl_penalty": ("--kl-reward.type", "verl's names, k1+ and k3+ among them; default k1, as verl's kl"),
-        "kl_ctrl.type": ("--kl-reward.target", "with a target the coefficient adapts, without one it is fixed"),
+        "kl_ctrl.type": ("--kl-reward.target", "a number for adaptive; for fixed leave it out"),
         "kl_ctrl.kl_coef": ("--kl-reward.coef", "0 switches the KL in the reward off"),
         "kl_ctrl.horizon": ("--kl-reward.horizon", "responses"),
         "kl_ctrl.target_kl": ("--kl-reward.target", "nats per token; None keeps the coefficient fixed"),
@@ -85,7 +89,7 @@ ALGORITHM = _under(
             "at the limit the step trains on the groups that there are",
         ),
         "rollout_correction": ("--correction", "verl's names of the presets; default auto: token truncation at 2.0"),
-        "rollout_correction.rollout_is": ("--correction.is-level", "none, token or sequence"),
+        "rollout_correction.rollout_is": ("--correction.is-level", "none (verl: null), token or sequence"),
         "rollout_correction.rollout_is_threshold": (
             "--correction.is-threshold",
             "IcePop's 0.5_5.0 is --correction.icepop-low 0.5 --correction.is-threshold 5.0",
@@ -99,7 +103,7 @@ ALGORITHM = _under(
             "--correction.reject",
             "[low, high] of a k1 bound old / rollout probability (verl's 0.5_4.0 bounds the inverse: [0.25, 2.0])",
         ),
-        "rollout_correction.bypass_mode": ("--correction.bypass", ""),
+        "rollout_correction.bypass_mode": ("--correction.bypass", "with --correction none: auto has weights"),
         "rollout_correction.loss_type": ("--correction.loss-type", "ppo_clip or reinforce"),
         "rollout_correction.debug_rollout_actor_probs": ("", ALWAYS),
         "use_pf_ppo": ("", "PF-PPO is not offered"),
@@ -127,7 +131,7 @@ UPDATE = _under(
         "clip_ratio": ("--loss.clip-low", "and --loss.clip-high: here each bound is set by itself"),
         "clip_ratio_low": ("--loss.clip-low", "each loss has a default of its own (verl: 0.2 for all)"),
         "clip_ratio_high": ("--loss.clip-high", "each loss has a default of its own (verl: 0.2 for all)"),
-        "clip_ratio_c": ("--loss.clip-dual", "with --loss dppo_tv or dppo_kl: --loss.max-ratio"),
+        "clip_ratio_c": ("--loss.clip-dual", "--loss dppo_tv and dppo_kl have --loss.max-ratio instead"),
         "policy_loss.loss_mode": ("--loss", "the same names, without bypass_mode"),
         "policy_loss.clip_cov_ratio": ("--loss.clip-cov-ratio", "with --loss clip_cov"),
         "policy_loss.clip_cov_lb": ("--loss.clip-cov-lb", "with --loss clip_cov"),
@@ -145,7 +149,7 @@ UPDATE = _under(
         "tis_imp_ratio_cap": ("--correction.is-threshold", "of token weights, the default: 2.0"),
         "entropy_coeff": ("--entropy-coef", ""),
         "calculate_entropy": ("", ALWAYS),
-        "use_kl_loss": ("--kl-loss-coef", "a coefficient above 0 switches the KL loss on; default 0"),
+        "use_kl_loss": ("--kl-loss-coef", SWITCH),
         "kl_loss_coef": ("--kl-loss-coef", "0 switches the KL loss off, and no reference is loaded"),
         "kl_loss_type": ("--kl-loss-type", "verl's names, the straight-through k1+ and k3+ among them"),
         "grad_clip": ("--optim.clip-grad", "the global norm; the same as optim.clip_grad"),
@@ -154,10 +158,10 @@ UPDATE = _under(
         "optim.eps": ("--optim.eps", ""),
         "optim.betas": ("--optim.betas", "two numbers separated by a space"),
         "optim.clip_grad": ("--optim.clip-grad", ""),
-        "optim.lr_warmup_steps": ("--optim.warmup-steps", "steps"),
+        "optim.lr_warmup_steps": ("--optim.warmup-steps", "steps; none is 0 (verl: -1)"),
         "optim.lr_warmup_steps_ratio": ("--optim.warmup-steps", "another unit: steps, not a share of the run"),
-        "optim.lr_scheduler_type": ("--optim.schedule", "constant or cosine"),
-        "optim.warmup_style": ("--optim.schedule", "constant or cosine"),
+        "optim.lr_scheduler_type": ("--optim.schedule", "constant, cosine or linear"),
+        "optim.warmup_style": ("--optim.schedule", "constant, cosine or linear"),
         "optim.min_lr_ratio": ("--optim.min-lr-ratio", ""),
         "optim.total_training_steps": ("--num-steps", "the schedule spans the run"),
         "optim.optimizer": ("", "not needed: AdamW"),
@@ -168,7 +172,7 @@ UPDATE = _under(
         "fsdp_config.offload_policy": ("--fsdp.param-offload", ""),
         "fsdp_config.reshard_after_forward": ("--fsdp.reshard-after-forward", ""),
         "fsdp_config.forward_prefetch": ("", "not needed: FSDP2 prefetches by itself"),
-        "fsdp_config.fsdp_size": ("", "not needed: parameters are sharded over all ranks"),
+        "fsdp_config.fsdp_size": ("", "-1, all ranks, is what there is; smaller groups (HSDP) are not offered"),
         "fsdp_config.wrap_policy": ("", "not needed: one FSDP unit per decoder layer"),
         "fsdp_config.model_dtype": ("", "not needed: master weights are float32"),
         "fsdp_config.dtype": (
@@ -193,9 +197,9 @@ MODELS = _under(
         "custom_chat_template": ("", "not offered: put chat_template.jinja into the model folder"),
         "enable_gradient_checkpointing": (
             "--model.gradient-checkpointing",
-            "default: only where memory asks for it (verl: True)",
+            "training only; default: only where memory asks for it (verl: True)",
         ),
-        "enable_activation_offload": ("", "not offered: use --model.gradient-checkpointing"),
+        "enable_activation_offload": ("", "not offered; --model.gradient-checkpointing saves the same memory"),
         "use_remove_padding": ("", PACKED),
         "use_fused_kernels": ("", "not needed: log-probs are always made in chunks"),
         "use_liger": ("", "not needed: log-probs are always made in chunks"),
@@ -261,7 +265,7 @@ ROLLOUTS = _under(
         "enable_sleep_mode": ("--rollout.sleep", SLEEP),
         "load_format": ("", "not needed: the engine starts empty and takes the trainer's weights"),
         "layered_summon": ("", "not needed: weights are synced tensor by tensor"),
-        "calculate_log_probs": ("--rollout.log-probs", ""),
+        "calculate_log_probs": ("--rollout.log-probs", "training only"),
         "logprobs_mode": ("", "not needed: always the log-probs of the distribution that was sampled from"),
         "seed": ("--seed", "each prompt has its own seed, made from it"),
         "disable_log_stats": ("", ALWAYS),
@@ -279,7 +283,7 @@ ROLLOUTS = _under(
         "val_kwargs.top_p": ("--eval.top-p", ""),
         "val_kwargs.top_k": ("--eval.top-k", "all tokens is 0 (verl: -1)"),
         "val_kwargs.n": ("--eval.n", "responses per prompt"),
-        "val_kwargs.do_sample": ("--eval.temperature", "0 is greedy, above 0 samples"),
+        "val_kwargs.do_sample": ("--eval.temperature", "above 0 for True; 0, which is greedy, for False"),
         "multi_turn.enable": ("", "tools come with a later release"),
         "multi_turn.tool_config_path": ("", "tools come with a later release"),
         "multi_turn.max_assistant_turns": ("", "tools come with a later release"),
@@ -296,17 +300,17 @@ REWARDS = {
     "reward.custom_reward_function.reward_kwargs": ("--reward.kwargs", "as JSON: '{\"strict\": true}'"),
     "reward.num_workers": ("--reward.num-workers", "processes per rank"),
     "reward.reward_manager.name": ("", "not needed: responses are scored as they finish, in worker processes"),
-    "reward.reward_kwargs.overlong_buffer_cfg.enable": ("--overlong.buffer-len", "a buffer above 0 switches it on"),
+    "reward.reward_kwargs.overlong_buffer_cfg.enable": ("--overlong.buffer-len", SWITCH),
     "reward.reward_kwargs.overlong_buffer_cfg.len": ("--overlong.buffer-len", "tokens"),
     "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": ("--overlong.factor", "default 1"),
     "reward.reward_kwargs.max_resp_len": ("", "not needed: always --rollout.max-response-len"),
     "reward.reward_model.enable": ("", "reward models come with a later release"),
-    "reward.sandbox_fusion.url": ("", "not needed: rewards run in killable worker processes (--reward.timeout-s)"),
+    "reward.sandbox_fusion.url": ("", "not offered: reward workers are no sandbox; a reward file may ask a service"),
     "reward_model.enable": ("", "reward models come with a later release"),
     "reward_model.model.path": ("", "reward models come with a later release"),
     "reward_model.reward_manager": ("", "not needed: responses are scored as they finish, in worker processes"),
     "reward_model.launch_reward_fn_async": ("", ALWAYS),
-    "reward_model.overlong_buffer.enable": ("--overlong.buffer-len", "a buffer above 0 switches it on"),
+    "reward_model.overlong_buffer.enable": ("--overlong.buffer-len", SWITCH),
     "reward_model.overlong_buffer.len": ("--overlong.buffer-len", "tokens"),
     "reward_model.overlong_buffer.penalty_factor": ("--overlong.factor", "default 1"),
 }
@@ -321,27 +325,30 @@ TRAINER = {
             "experiment_name": ("--tracking.name", ""),
             "logger": (
                 "--tracking.wandb-project",
-                "console, JSONL and TensorBoard are always written; naming a project adds wandb",
+                "the project, for wandb; else leave it out: console, JSONL and TensorBoard are always on",
             ),
             "nnodes": ("", "not needed: torchrun --nnodes"),
             "n_gpus_per_node": ("", "not needed: torchrun --nproc_per_node"),
             "device": ("", "not needed: the GPU where there is one, else the CPU"),
-            "test_freq": ("--eval.every", "steps"),
+            "test_freq": ("--eval.every", "steps; 0 is only after the last one (verl: -1 is never)"),
             "val_before_train": ("--eval.before-train", ""),
             "val_only": ("", "not needed: eval.py evaluates a model or a checkpoint"),
-            "save_freq": ("--checkpoint.every", "steps; --checkpoint.every-minutes saves by time"),
-            "resume_mode": ("--checkpoint.resume", "auto, or never for verl's disable"),
+            "save_freq": ("--checkpoint.every", "steps, none is 0 (verl: -1); --checkpoint.every-minutes: by time"),
+            "resume_mode": ("--checkpoint.resume", "auto; never for disable; a global_step_N for resume_path"),
             "resume_from_path": ("--checkpoint.resume", "the path of a global_step_N"),
             "max_actor_ckpt_to_keep": ("--checkpoint.keep", ""),
             "max_critic_ckpt_to_keep": ("--checkpoint.keep", ""),
             "del_local_ckpt_after_load": ("", "not needed: --checkpoint.keep bounds the disk"),
             "default_local_dir": ("--run-dir", "the whole run folder: metrics, samples, logs, checkpoints"),
             "default_hdfs_dir": ("", "not offered: the run folder is a local or mounted path"),
-            "rollout_data_dir": ("", "not needed: samples are in the run folder"),
-            "validation_data_dir": ("", "not needed: samples are in the run folder"),
-            "log_val_generations": ("", "not needed: samples are in the run folder"),
+            "rollout_data_dir": (
+                "",
+                "not needed: rollouts are in RUN/rollouts/step_N.parquet (--tracking.rollouts-every)",
+            ),
+            "validation_data_dir": ("", "not needed: RUN/samples/step_N.jsonl holds every response of a validation"),
+            "log_val_generations": ("", "not needed: RUN/samples/step_N.jsonl holds every response of a validation"),
             "balance_batch": ("", ALWAYS),
-            "critic_warmup": ("--critic.warmup-steps", "train_ppo.py"),
+            "critic_warmup": ("--critic.warmup-steps", "train_ppo.py; steps"),
             "esi_redundant_time": ("", "--max-minutes ends a run before its machine goes away"),
             "use_v1": ("", NO_RAY),
             "use_legacy_worker_impl": ("", NO_RAY),
@@ -351,12 +358,12 @@ TRAINER = {
     "critic.enable": ("", "start train_ppo.py, which has a critic, or train_grpo.py, which has none"),
     "critic.optim.lr": ("--critic.optim.lr", "train_ppo.py; default 1e-5"),
     "critic.optim.weight_decay": ("--critic.optim.weight-decay", "train_ppo.py"),
-    "critic.optim.lr_warmup_steps": ("--critic.optim.warmup-steps", "train_ppo.py"),
+    "critic.optim.lr_warmup_steps": ("--critic.optim.warmup-steps", "train_ppo.py; steps; none is 0 (verl: -1)"),
     "critic.model.path": ("--critic.model.path", "train_ppo.py; left out: the policy's own model"),
     "critic.model.enable_gradient_checkpointing": ("--critic.model.gradient-checkpointing", "train_ppo.py"),
     "critic.model.fsdp_config.param_offload": ("--critic.fsdp.param-offload", "train_ppo.py"),
     "critic.model.fsdp_config.optimizer_offload": ("--critic.fsdp.optimizer-offload", "train_ppo.py"),
-    "critic.ppo_mini_batch_size": ("--mini-batch-size", "the critic uses the policy's mini-batches"),
+    "critic.ppo_mini_batch_size": ("", "not needed: the critic uses the policy's mini-batches (--mini-batch-size)"),
     "critic.ppo_epochs": ("--critic.update-epochs", "train_ppo.py; left out: the policy's"),
     "critic.ppo_micro_batch_size_per_gpu": ("", PACKED),
     "critic.ppo_max_token_len_per_gpu": ("--critic.max-tokens-per-gpu", "train_ppo.py; left out: the policy's"),
@@ -426,10 +433,10 @@ SYNONYMS = {
 _ROOTS = ("actor_rollout_ref", "algorithm", "critic", "reward_model", "custom_reward_function", "trainer", "hydra")
 
 
-def verl_hint(word: str) -> str | None:
+def verl_hint(word: str, known: Collection[str] | None = None) -> str | None:
     """What to write instead of a word of a verl command (`+key=value`, `~key.key`, `--key`, `--key=value`).
 
-    None: it is not verl's, or may be a value.
+    None: it is not verl's, or may be a value. `known`: the options that the script has, if only these may be named.
     """
     name = word.partition("=")[0].lstrip("+~")
     bare = name.lstrip("-")
@@ -438,22 +445,33 @@ def verl_hint(word: str) -> str | None:
     keys = (name, bare, f"actor_rollout_ref.{bare}")  # the last: main_generation has rollout.* and model.* alone
     key = next((key for key in keys if key in VERL_KEYS), bare)
     if key in VERL_KEYS:
-        return _advice(*VERL_KEYS[key])
+        return _advice(*VERL_KEYS[key], known)
     same_last_part = {row for full, row in VERL_KEYS.items() if full.rpartition(".")[2] == bare}
     if len(same_last_part) == 1:  # `--train_batch_size`; `--path` could be anything
-        return _advice(*same_last_part.pop())
+        return _advice(*same_last_part.pop(), known)
     parents = (key.rsplit(".", i)[0] for i in range(1, key.count(".") + 1))
     for parent in parents:
         if parent in VERL_KEYS:
-            return _advice(*VERL_KEYS[parent])
+            return _advice(*VERL_KEYS[parent], known)
     if re.match(rf"({'|'.join(_ROOTS)})\.\w", key) or re.match(r"\+\+?\w+\.[\w.]+=", word):
         return "a verl key without a counterpart"
     return None
 
 
-def _advice(option: str, note: str) -> str:
+def _advice(option: str, note: str, known: Collection[str] | None) -> str:
     if not option:
         return note
+    section = option.partition(".")[0]
+    if known is not None and option not in known:
+        if section == "--critic":
+            return NO_CRITIC
+        has_critic = "--critic.warmup-steps" in known  # of which all advantages but one make no use
+        if section in known and note.startswith(f"with {section} ") and not (section == "--advantage" and has_critic):
+            return f"use {option} ({note})"
+        if section in known:  # of a loss or an advantage that was not chosen
+            return f"leave it out: the chosen {section} has no {option}"
+        owner = re.match(r"\w+\.py|", note)[0] or "training"
+        return f"leave it out: {option} is an option of {owner}"
     return f"use {option} ({note})" if note else f"use {option}"
 
 

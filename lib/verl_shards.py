@@ -5,7 +5,6 @@ torch's own distributed classes are replaced by stand-ins that only keep what th
 file's choice runs, no process group is needed, and files of torch 2.4 to 2.13, whose classes differ, read alike.
 """
 
-import json
 import math
 import pickle
 import re
@@ -19,10 +18,10 @@ import torch
 from torch import Tensor
 
 from lib.errors import DamagedCheckpoint, UserError
-from lib.weight_files import Shape
+from lib.weight_files import Shape, read_json
 from lib.whole_tensors import ANOTHER, Piece, ShardedTensor, Shards
 
-RANK_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
+RANK_FILE = re.compile(r"model_world_size_([1-9][0-9]*)_rank_(0|[1-9][0-9]*)\.pt")
 
 
 class SavedDTensor(torch.Tensor):
@@ -113,8 +112,8 @@ def _rank_files(folder: Path) -> list[Path]:
     info = folder / "fsdp_config.json"
     if info.exists():
         try:
-            sizes.add(int(json.loads(info.read_text())["world_size"]))
-        except (ValueError, KeyError, TypeError) as error:
+            sizes.add(int(read_json(info)["world_size"]))
+        except (UserError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise DamagedCheckpoint(f"not a description of shards; {info}; found {error!r}; {ANOTHER}") from error
     if len(sizes) > 1:
         raise DamagedCheckpoint(
@@ -122,14 +121,18 @@ def _rank_files(folder: Path) -> list[Path]:
             "one save"
         )
     (size,) = sizes
-    files = [folder / f"model_world_size_{size}_rank_{rank}.pt" for rank in range(size)]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
+    ranks = {rank for match in matches if (rank := int(match[2])) < size and (folder / match[0]).is_file()}
+    missing = next((rank for rank in range(size) if rank not in ranks), None)  # at most one look more than files
+    if missing is not None:
         raise DamagedCheckpoint(
-            f"shards of some ranks are missing; {folder}; found {size - len(missing)} of {size}, expected also "
-            f"{missing[0]}; copy the files of all nodes into one folder"
+            f"shards of some ranks are missing; {folder}; found {len(ranks)} of {size}, expected also "
+            f"{_rank_file(size, missing)}; copy the files of all nodes into one folder"
         )
-    return files
+    return [folder / _rank_file(size, rank) for rank in range(size)]
+
+
+def _rank_file(size: int, rank: int) -> str:
+    return f"model_world_size_{size}_rank_{rank}.pt"
 
 
 def _check_crc(file: Path) -> None:

@@ -1,60 +1,122 @@
-"""The weights of a model folder by their headers: which tensors, what shapes, are the files whole. Reads no tensor."""
+"""The weights of a model folder by their headers: which tensors, what shapes, are the files whole.
+
+Of the tensors themselves it reads only two that must be equal, as bytes.
+"""
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lib.errors import UserError
+from lib.regular_files import check_regular, open_regular
 
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 LFS_POINTER = b"version https://git-lfs"
 MAX_HEADER = 100_000_000  # bytes; the safetensors format's own limit
 DOWNLOAD_AGAIN = "download or copy the folder again"
+ROTARY_TABLES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""How the names of tensors end that older releases saved, and that every model computes itself."""
+CHUNK = 2**24  # bytes compared at once
 
 Shape = tuple[int, ...]
 
 
-def check_weights(folder: Path, expected: dict[str, Shape], *, optional: Mapping[str, Shape] | None = None) -> None:
-    """Raises UserError unless the folder's safetensors hold the expected tensors, whole and in these shapes.
+class Entry(NamedTuple):
+    """A tensor in a safetensors file: bytes `begin` to `stop` of the file."""
 
-    `optional`: tensors that may be left out, but must have these shapes.
+    file: Path
+    dtype: str
+    shape: Shape
+    begin: int
+    stop: int
+
+
+def check_weights(
+    folder: Path,
+    expected: dict[str, Shape],
+    *,
+    optional: Mapping[str, Shape] | None = None,
+    tied: Mapping[str, str] | None = None,
+) -> None:
+    """Raises UserError unless the folder's safetensors hold the expected tensors, whole, in these shapes, and no other.
+
+    `optional`: tensors that may be left out, but must have these shapes; `tied`: {tensor that may be there: the one
+    that it must equal}.
     """
-    found: dict[str, Shape] = {}
+    found = _read_headers(folder)
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise UserError(
+            f"the weights lack tensors; {folder}; found {len(found)} tensors, expected also {some(missing)}; "
+            f"use the config.json that belongs to these weights, or {DOWNLOAD_AGAIN}"
+        )
+    present = {name: shape for name, shape in (optional or {}).items() if name in found}
+    for name, shape in (expected | present).items():
+        if found[name].shape != shape:
+            raise UserError(
+                f"a tensor's shape differs from config.json; {name} in {folder}; found {list(found[name].shape)}, "
+                f"expected {list(shape)}; use the config.json that belongs to these weights"
+            )
+    known = {*expected, *present, *(tied or {})}
+    unused = [name for name in found if name not in known and not name.endswith(ROTARY_TABLES)]
+    if unused:
+        raise UserError(
+            f"the weights hold tensors that config.json has no place for; {folder}; found {some(unused)}; use the "
+            "config.json that belongs to these weights, or save them without these tensors if they mean nothing"
+        )
+    for name, source in (tied or {}).items():
+        if name in found and not _are_equal(found[name], found[source]):
+            raise UserError(
+                f"config.json says tied, the weights differ; {name} and {source} in {folder}; found other numbers, "
+                "expected the same; set tie_word_embeddings to false in config.json, and both are trained"
+            )
+
+
+def _read_headers(folder: Path) -> dict[str, Entry]:
+    """Every tensor of the folder's files, in which each one is that the index places there."""
+    found: dict[str, Entry] = {}
     for file, names in iter_weight_files(folder):
         header = read_safetensors_header(file)
         missing = sorted(names - header.keys())
         if missing:
             raise UserError(
                 f"a shard lacks tensors that the index places there; {file}; found {len(header)} tensors, expected "
-                f"also {_some(missing)}; {DOWNLOAD_AGAIN}"
+                f"also {some(missing)}; {DOWNLOAD_AGAIN}"
+            )
+        twice = sorted(found.keys() & header.keys())
+        if twice:
+            raise UserError(
+                f"a tensor is in two weight files; {some(twice)} in {file} and {found[twice[0]].file.name}; found it "
+                f"twice, expected every tensor once; {DOWNLOAD_AGAIN}"
             )
         found |= header
-    missing = [name for name in expected if name not in found]
-    if missing:
-        raise UserError(
-            f"the weights lack tensors; {folder}; found {len(found)} tensors, expected also {_some(missing)}; "
-            f"use the config.json that belongs to these weights, or {DOWNLOAD_AGAIN}"
-        )
-    present = {name: shape for name, shape in (optional or {}).items() if name in found}
-    for name, shape in (expected | present).items():
-        if found[name] != shape:
-            raise UserError(
-                f"a tensor's shape differs from config.json; {name} in {folder}; found {list(found[name])}, expected "
-                f"{list(shape)}; use the config.json that belongs to these weights"
-            )
-    in_layers = (name for name in found if name.startswith("model.layers."))
-    unused = [name for name in in_layers if name not in expected and not name.endswith("rotary_emb.inv_freq")]
-    if unused:
-        raise UserError(
-            f"the weights hold tensors that config.json has no place for; {folder}; found {_some(unused)}; use the "
-            "config.json that belongs to these weights"
-        )
+    return found
 
 
-def _some(names: list[str], count: int = 3) -> str:
+def _are_equal(one: Entry, other: Entry) -> bool:
+    """Whether two tensors hold the same bytes; those that differ mostly do so at once."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with open_regular(one.file) as a, open_regular(other.file) as b:
+        a.seek(one.begin)
+        b.seek(other.begin)
+        for left in range(one.stop - one.begin, 0, -CHUNK):
+            if a.read(min(left, CHUNK)) != b.read(min(left, CHUNK)):
+                return False
+    return True
+
+
+def shards_beside(folder: Path) -> Path | None:
+    """The folder of a checkpoint's weights, where this one is the checkpoint's `huggingface`; else None."""
+    shards = folder.parent / "model"
+    return shards if folder.name == "huggingface" and shards.is_dir() else None
+
+
+def some(names: list[str], count: int = 3) -> str:
+    """The first names, and how many more there are, for a message."""
     return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
@@ -64,6 +126,7 @@ def iter_weight_files(folder: Path) -> Iterator[tuple[Path, set[str]]]:
     if not index.exists():
         if not single.exists():
             raise UserError(_no_weights_message(folder))
+        check_regular(single)
         yield single, set()
         return
     weight_map = read_json(index).get("weight_map")
@@ -99,8 +162,8 @@ def _no_weights_message(folder: Path) -> str:
     )
 
 
-def read_safetensors_header(file: Path) -> dict[str, Shape]:
-    """{tensor name: shape} of a safetensors file. Raises UserError when the file is not exactly what its header says.
+def read_safetensors_header(file: Path) -> dict[str, Entry]:
+    """{tensor name: entry} of a safetensors file. Raises UserError when the file is not exactly what its header says.
 
     The format: 8 bytes of little-endian header length, a JSON header with each tensor's dtype, shape and place, data.
     """
@@ -116,11 +179,12 @@ def read_safetensors_header(file: Path) -> dict[str, Shape]:
         )
     try:
         header = json.loads(read_bytes(file, limit=8 + length)[8:])
-        tensors = {name: _read_entry(entry) for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {name: _read_entry(file, entry, data=8 + length) for name, entry in entries.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UserError(f"a damaged safetensors header; {file}; found {error}; {DOWNLOAD_AGAIN}") from error
-    end = 0
-    for name, (dtype, shape, begin, stop) in sorted(tensors.items(), key=lambda item: item[1][2:]):
+    end = 8 + length
+    for name, (_, dtype, shape, begin, stop) in sorted(tensors.items(), key=lambda item: item[1][3:]):
         if dtype not in DTYPE_BYTES:
             raise UserError(
                 f"the weights are quantised or not numbers to train; {name} in {file}; found {dtype}, expected one of "
@@ -132,29 +196,29 @@ def read_safetensors_header(file: Path) -> dict[str, Shape]:
                 f"{list(shape)}, expected {end} to {end + math.prod(shape) * DTYPE_BYTES[dtype]}; {DOWNLOAD_AGAIN}"
             )
         end = stop
-    if size != 8 + length + end:
-        what = "truncated" if size < 8 + length + end else "followed by bytes that are not its own"
-        raise UserError(
-            f"a weight file is {what}; {file}; found {size} bytes, expected {8 + length + end}; {DOWNLOAD_AGAIN}"
-        )
-    return {name: shape for name, (_, shape, _, _) in tensors.items()}
+    if size != end:
+        what = "truncated" if size < end else "followed by bytes that are not its own"
+        raise UserError(f"a weight file is {what}; {file}; found {size} bytes, expected {end}; {DOWNLOAD_AGAIN}")
+    return tensors
 
 
-def _read_entry(entry: dict[str, Any]) -> tuple[str, Shape, int, int]:
+def _read_entry(file: Path, entry: dict[str, Any], *, data: int) -> Entry:
+    """`data`: where the file's tensors begin, from which the header counts."""
     begin, stop = entry["data_offsets"]
-    return str(entry["dtype"]), tuple(int(size) for size in entry["shape"]), int(begin), int(stop)
+    shape = tuple(int(size) for size in entry["shape"])
+    return Entry(file, str(entry["dtype"]), shape, data + int(begin), data + int(stop))
 
 
 # ---- Files ----
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises UserError naming file and line."""
+def read_json(file: Path, *, object_hook: Callable[[dict], Any] | None = None) -> dict[str, Any]:
+    """The object in a JSON file that others may have made, as json.loads makes it. Raises UserError, with the line."""
     data = read_bytes(file)
     if data.startswith(LFS_POINTER):
         raise UserError(_lfs_message(file))
     try:
-        value = json.loads(data.decode("utf-8-sig"))
+        value = json.loads(data.decode("utf-8-sig"), object_hook=object_hook)
     except UnicodeDecodeError as error:
         raise UserError(
             f"not UTF-8 text; {file}; found byte {data[error.start]:#x} at {error.start}; {DOWNLOAD_AGAIN}"
@@ -164,6 +228,8 @@ def read_json(file: Path) -> dict[str, Any]:
             f"not valid JSON; {file}, line {error.lineno}, column {error.colno}; found {error.msg}; mend that line, or "
             f"{DOWNLOAD_AGAIN}"
         ) from error
+    except (RecursionError, ValueError) as error:  # thousands of brackets in each other, or of digits
+        raise UserError(f"not JSON that can be read; {file}; found {error}; {DOWNLOAD_AGAIN}") from error
     if not isinstance(value, dict):
         raise UserError(
             f"not a JSON object; {file}; found {type(value).__name__}, expected an object; {DOWNLOAD_AGAIN}"
@@ -174,7 +240,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def read_bytes(file: Path, limit: int = -1) -> bytes:
     """The first `limit` bytes of a file, or all. Raises UserError when it cannot be read."""
     try:
-        with open(file, "rb") as stream:
+        with open_regular(file) as stream:
             return stream.read(limit)
     except OSError as error:
         raise UserError(
@@ -192,4 +258,4 @@ def _lfs_message(file: Path) -> str:
 def listing(folder: Path) -> str:
     """The first names in a folder, for a message."""
     names = sorted(entry.name for entry in folder.iterdir())
-    return _some(names, 6) or "an empty folder"
+    return some(names, 6) or "an empty folder"

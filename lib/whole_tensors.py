@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lib.errors import DamagedCheckpoint, UserError
-from lib.weight_files import DOWNLOAD_AGAIN, Shape, iter_weight_files
+from lib.regular_files import check_regular
+from lib.weight_files import DOWNLOAD_AGAIN, Shape, iter_weight_files, shards_beside
 
 CHUNK = 2**26  # bytes that a write brings from the GPU at once
 ANOTHER = "use another checkpoint of the run, or copy this one again"
@@ -147,11 +148,12 @@ def _assemble(name: str, pieces: list[Piece]) -> ShardedTensor:
 def _read_header(file: Path) -> Iterable[tuple[str, Piece]]:
     from safetensors import SafetensorError, safe_open
 
+    check_regular(file, error=DamagedCheckpoint)
     try:
         with safe_open(file, framework="pt") as tensors:
             offsets = json.loads(tensors.metadata()["DCP_SHARDING_INFO"])
             return [(name, _piece(file, tensors, name, offsets)) for name in tensors.keys()]  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise DamagedCheckpoint(
             f"not a whole shard; {file}; found {type(error).__name__}: {error}, expected safetensors with "
             f"DCP_SHARDING_INFO; {ANOTHER}"
@@ -166,6 +168,22 @@ def _piece(file, tensors, name: str, offsets: dict) -> Piece:
     return Piece(
         file=file, offsets=start, shape=shape, dtype=DTYPES[view.get_dtype()], read=lambda: _read_tensor(file, name)
     )
+
+
+class ShardsFolder:
+    """The tensors of a checkpoint's shards, put together and read one at a time, as a `SafetensorsFolder`'s are."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._shards = path, read_shards(path)
+        self.files = {name: tensor.pieces[0].file for name, tensor in self._shards.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor as it was saved. Raises DamagedCheckpoint when a part of it is missing."""
+        tensor = self._shards.tensors[name]
+        tensor.check()
+        whole = tensor.read(tensor.dtype)
+        self._shards.release()
+        return whole
 
 
 # ---- The format ----
@@ -197,6 +215,12 @@ class SafetensorsFolder:
     def read(self, name: str) -> Tensor:
         """One tensor as it was saved."""
         return _read_tensor(self.files[name], name)
+
+
+def open_weights(folder: str | Path) -> SafetensorsFolder | ShardsFolder:
+    """The weights of a model folder: its own, or, of a checkpoint's `huggingface`, the shards beside it."""
+    shards = shards_beside(Path(folder))
+    return SafetensorsFolder(folder) if shards is None else ShardsFolder(shards)
 
 
 def _read_tensor(file: Path, name: str) -> Tensor:

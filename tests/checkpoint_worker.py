@@ -21,7 +21,7 @@ from lib.advantages import GroupAdvantage
 from lib.batching import iter_mini_batches, make_batch
 from lib.checkpoint import Checkpointer, Progress, Trained
 from lib.config import parse_args, reporting_errors, to_json
-from lib.data import Prompts, PromptStream
+from lib.data import Prompts
 from lib.dist import init_distributed, shutdown_distributed
 from lib.errors import RewardError
 from lib.fsdp import iter_full_tensors, load_policy, offload, onload
@@ -29,7 +29,8 @@ from lib.kl import KLController, KLRewardConfig
 from lib.model_files import check_model_files
 from lib.optim import OptimConfig, build_optimizer, optimizer_step, set_lr_
 from lib.parquet import rows_from_dicts
-from lib.resume import find_resume
+from lib.prompt_stream import PromptStream
+from lib.resume import find_resume, with_date
 from lib.rollout import RolloutConfig
 from lib.sampling import Collector
 from lib.stopping import Stopper
@@ -43,22 +44,23 @@ NUM_PROMPTS = 10
 REWARD = "reward: compute_score in /a/b.py (sha256 ab); warning: it printed"
 
 
-def make_prompts():
+def make_prompts(answers=None):
+    answers = answers or range(NUM_PROMPTS)
     rows = rows_from_dicts(
         [
             {
                 "prompt": [{"role": "user", "content": "x"}],
                 "data_source": "test",
-                "reward_model": {"style": "rule", "ground_truth": place},
+                "reward_model": {"style": "rule", "ground_truth": answer},
             }
-            for place in range(NUM_PROMPTS)
+            for answer in answers
         ],
         "test",
     )
-    ids = [np.arange(1 + place, dtype=np.int32) for place in range(NUM_PROMPTS)]
+    ids = [np.arange(1 + place, dtype=np.int32) for place in range(len(answers))]
     return Prompts(
-        rows=rows, kept=list(range(NUM_PROMPTS)), token_ids=ids, num_filtered=0, num_truncated=0, longest=NUM_PROMPTS,
-        warnings=(),
+        rows=rows, kept=list(range(len(answers))), token_ids=ids, num_filtered=0, num_truncated=0,
+        longest=len(answers), warnings=(),
     )  # fmt: skip
 
 
@@ -99,16 +101,21 @@ def fail(is_broken):
         raise RewardError("the reward function failed; a test; found nothing; mend it")
 
 
-def train(cfg, world, *, full=None, poor=None, broken=None, validate=lambda step: {}, before_save=lambda step: None):
+def train(
+    cfg, world, *, full=None, poor=None, broken=None, files=None, validate=lambda step: {},
+    before_save=lambda step: None,
+):  # fmt: skip
     """{"uids", "losses", "weights"} of the steps that were trained here; `full`, `broken`: (step, rank)."""
-    files = check_model_files(cfg.model.path, max_prompt_len=16, max_response_len=16)
+    files = files or check_model_files(cfg.model.path, max_prompt_len=16, max_response_len=16)
     prompts = PromptStream(make_prompts(), seed=cfg.seed)
-    resume = find_resume(cfg, world)
-    resume.restore_prompts(prompts)
+    resume = with_date(find_resume(cfg, world), cfg, world)
+    resume = resume.restore_prompts(prompts)
     resume.check_steps(cfg.num_steps)
     found, gate = {"uids": {}, "losses": {}}, threading.Event()
-    with Run(cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=cfg.num_steps, overwrite=cfg.overwrite,
-             last_row=resume.last_row, resumable=resume.path is not None) as run, ExitStack() as stack:  # fmt: skip
+    with Run(
+        cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=cfg.num_steps, overwrite=cfg.overwrite,
+        last_row=resume.last_row, resumable=resume.path is not None, date=resume.date,
+    ) as run, ExitStack() as stack:  # fmt: skip
         policy = load_policy(cfg.model, str(files.folder), cfg.fsdp, world)
         optimizer = build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload)
         resume.load_("actor", policy, optimizer, world)
@@ -125,7 +132,7 @@ def train(cfg, world, *, full=None, poor=None, broken=None, validate=lambda step
         checkpointer = stack.enter_context(Checkpointer(
             cfg.checkpoint, run, world, config=to_json(cfg), reward=REWARD, progress=progress, num_steps=cfg.num_steps,
             models={"actor": Trained(model=policy, optimizer=optimizer, folder=files.folder)}, resumed=resume.path,
-            trainer=resume.trainer,
+            trainer=resume.trainer, began_from=files.began_from,
         ))  # fmt: skip
         stack.callback(gate.set)  # whatever happens: else the process would not end
         for step in range(resume.step + 1, cfg.num_steps + 1):

@@ -22,10 +22,10 @@ LIMIT_S = 1800
 seconds of an idle one."""
 
 
-def torchrun(num_ranks: int, *words: str, **env: str) -> subprocess.CompletedProcess:
+def torchrun(num_ranks: int, *words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
     """The finished `torchrun --nproc_per_node=num_ranks WORDS`, its output as text."""
     return subprocess.run(
-        [*_torchrun(num_ranks), *words], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        [*_torchrun(num_ranks), *words], cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
 

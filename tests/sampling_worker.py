@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lib.batching import make_batch
-from lib.data import DataConfig, PromptStream, check_data_files, load_tokenizer, tokenize
+from lib.data import DataConfig, check_data_files, load_tokenizer, tokenize
 from lib.dist import init_distributed, shutdown_distributed
 from lib.errors import LockstepError
 from lib.forward import compute_log_probs, with_old_log_probs
@@ -18,6 +18,7 @@ from lib.fsdp import FSDPConfig, load_policy
 from lib.groups import GroupFilterConfig
 from lib.metrics import Metrics, mismatch_metrics
 from lib.model import ModelConfig
+from lib.prompt_stream import PromptStream
 from lib.rollout import RolloutConfig, RolloutEngine, Sampling, request_seed
 from lib.sampling import Collector
 from lib.scoring import RewardConfig, Scorer
@@ -48,6 +49,8 @@ class Case:
     num_rows: int | None = None
     partial_share: float = 1.0
     max_continued: int = 2
+    max_memory_gib: float | None = None
+    curriculum: bool = False
 
 
 def filtered(**options) -> GroupFilterConfig:
@@ -74,7 +77,10 @@ CASES = {
     "a text as metric": Case(reward="with_acc", filter_groups=filtered(metric="pred")),
     "more than an epoch": Case(reward="of_even_rows", steps=2, num_rows=3),
     "greedy": Case(reward="that_fails_for_some", steps=2, filter_groups=ALL, with_greedy=True),
-    "greedy, n 1": Case(reward="that_fails_for_some", filter_groups=ALL, n=1, mini_batch_size=4, with_greedy=True),
+    "greedy, n 1": Case(
+        reward="that_fails_for_some", filter_groups=ALL, n=1, mini_batch_size=4, with_greedy=True,
+        max_memory_gib=1e-3,  # less than any worker holds: each is replaced after its first response
+    ),
     "greedy, filtered": Case(reward="that_fails_for_some", steps=2, with_greedy=True),
     "a failure in a small round": Case(reward="that_fails_twice_for_row_7", max_error_rate=0.15, steps=2),
     "failures": Case(reward="that_fails", max_error_rate=0.05),
@@ -89,6 +95,12 @@ PARTIAL_CASES = {
     "partial, greedy": Case(
         reward="that_fails_for_some", steps=3, filter_groups=ALL, with_greedy=True, partial_share=0.6
     ),
+}
+
+
+CURRICULUM_CASES = {
+    "curriculum": Case(reward="of_even_rows", steps=8, filter_groups=ALL, num_rows=24, curriculum=True),
+    "curriculum, filtered": Case(reward="but_for_the_first_row", steps=4, num_rows=6, curriculum=True),
 }
 
 
@@ -123,7 +135,7 @@ def main(folder, out, tp_size, *names):
         found = {}
         if world.size == 1:
             found = {"alone": alone("train", log_probs=True), "greedy": alone("greedy", n=1, temperature=0.0)}
-        cases = {**CASES, **PARTIAL_CASES}
+        cases = {**CASES, **PARTIAL_CASES, **CURRICULUM_CASES}
         found["cases"] = {name: run_case(cases[name], engine, policy, tokenizer, prompts, run, world) for name in names}
         if world.size == 1:
             found["continued"] = continue_alone(engine, prompts, found["cases"].values())
@@ -139,10 +151,11 @@ def run_case(case, engine, policy, tokenizer, prompts, run, world):
         name=case.reward,
         num_workers=1,
         max_error_rate=case.max_error_rate,
+        max_memory_gib=case.max_memory_gib,
     )
     if case.num_rows is not None:
         prompts = type(prompts)(**{**vars(prompts), "kept": prompts.kept[: case.num_rows]})
-    stream = PromptStream(prompts, seed=0, shuffle=False)
+    stream = PromptStream(prompts, seed=0, shuffle=case.curriculum, curriculum=case.curriculum)
     rollout = RolloutConfig(
         n=case.n, max_response_len=RESPONSE_LEN, temperature=0.9, partial_share=case.partial_share,
         max_continued=case.max_continued, tensor_model_parallel_size=engine.tp_size,
@@ -217,7 +230,7 @@ def describe(collected, collector, metrics, policy, world):
     rollouts = [
         {"uid": r.sample.uid, "index": r.index, "ids": r.response_ids, "log_probs": r.rollout_log_probs,
          "score": r.score.score, "error": r.score.error, "greedy": r.greedy_score, "num_stale": r.num_stale,
-         "num_continued": r.num_continued, "end": r.finish_reason}
+         "num_continued": r.num_continued, "end": r.finish_reason, "place": r.sample.place}
         for r in collected.rollouts
     ]  # fmt: skip
     return {

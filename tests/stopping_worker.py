@@ -11,7 +11,6 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -33,7 +32,8 @@ SLOW_REWARD = f"import time\ndef compute_score(**_):\n    time.sleep({FOREVER_S}
 def note(folder: Path, world: World, **values) -> None:
     """Writes rank_R.json in one move, so that the test reads all of it or nothing."""
     temporary = folder / f".rank_{world.rank}"
-    temporary.write_text(json.dumps({"pid": os.getpid(), **values}))
+    store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    temporary.write_text(json.dumps({"pid": os.getpid(), "store": store, **values}))
     temporary.replace(folder / f"rank_{world.rank}.json")
 
 
@@ -109,7 +109,7 @@ def save_in_time(folder, world, stopper, run):
     On a clock that only they move: on a real one a step may take longer than all before it, and nobody can know.
     """
     step_s, save_s, now = 0.4, 0.8, 0.0
-    lib.stopping.time = SimpleNamespace(time=lambda: now, monotonic=time.monotonic)
+    lib.stopping._now_s = lambda: now
     stopper._deadline = deadline = 4.1 + 100 * world.rank
     for step in range(1, 1000):
         now += step_s

@@ -173,6 +173,13 @@ def prompts_of_another_node(folder: Path) -> dict:
     return {"--data.train-files": "~/train.parquet"}
 
 
+def another_head(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, folder / "model.safetensors")
+
+
 def first(row: dict) -> dict:
     return row["prompt"][0]
 
@@ -227,6 +234,10 @@ CASES = {
     "M1": Case(flags("--model.path", "/no/model"), ("no such model folder", "/no/model")),
     "M2": Case(model(lambda folder: (folder / "config.json").unlink()), ("no config.json", "other")),
     "M3": Case(config(architectures=["GPT2LMHeadModel"]), ("GPT2LMHeadModel", "Qwen3ForCausalLM")),
+    "M2-deep": Case(
+        model(lambda folder: (folder / "config.json").write_text('{"a":' * 200_000) and None),
+        ("not JSON that can be read", "config.json"),
+    ),
     "M3-type": Case(config(model_type="llama"), ("Qwen3ForCausalLM and 'llama'", "'qwen3'")),
     "M3-activation": Case(config(hidden_act="no_such"), ("cannot build the model", "no_such"), late=True),
     "M5": Case(
@@ -236,6 +247,8 @@ CASES = {
     "M7": Case(model(lambda folder: os.truncate(folder / "model.safetensors", 20_000)), ("truncated", "20000 bytes")),
     "M8": Case(config(intermediate_size=97), ("gate_proj", "[96, 64]", "[97, 64]")),
     "M12": Case(config(vocab_size=100), ("embed_tokens", "[200, 64]", "[100, 64]")),
+    "M12-head": Case(model(another_head), ("lm_head.weight", "set tie_word_embeddings to false")),
+    "M-fifo": Case(model(lambda folder: os.mkfifo(folder / "vocab.txt")), ("vocab.txt", "found a FIFO")),
     "M13-none": Case(model(lambda folder: (folder / "chat_template.jinja").unlink()), ("no chat template",), late=True),
     "M13-syntax": Case(template("{{ messages }\n"), ("chat template fails", "template line 1"), late=True),
     "M13-raises": Case(template("\n{{ raise_exception('no, no') }}"), ("no, no", "template line 2"), late=True),

@@ -90,7 +90,7 @@ def test_options_that_do_not_fit_together_print_the_numbers(tmp_path, changes, p
 
 @pytest.mark.parametrize("option", [name for name in option_names(PPOConfig()) if name.startswith("--critic.")])
 def test_an_option_of_the_critic_leads_to_the_script_that_has_one(tmp_path, option):
-    with pytest.raises(UserError, match=rf"{option}: of PPO's critic: start train_ppo\.py"):
+    with pytest.raises(UserError, match=rf"{option}: leave it out, or start train_ppo\.py"):
         parse(tmp_path, {option: "1"})
     with pytest.raises(UserError, match=rf"{option}x: nearest is {option}"):
         parse_args(PPOConfig(), [f"{option}x", "1"])

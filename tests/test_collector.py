@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lib.data import PromptStream
 from lib.dist import SINGLE, World
 from lib.groups import GroupFilterConfig
 from lib.metrics import Metrics
+from lib.prompt_stream import PromptStream
 from lib.rollout import RolloutConfig
 from lib.sampling import Collector
 from lib.scoring import RewardConfig
@@ -95,6 +95,7 @@ def test_a_step_without_any_score_is_told(scores, expected):
     group = [replace(respond(PROMPTS.sample(0), i), score=Score(score=score)) for i, score in enumerate(scores)]
     said = []
     collector.filter_groups, collector.run = GroupFilterConfig(), SimpleNamespace(say=said.append)
+    collector.scorer = SimpleNamespace(num_outgrown=0)
     collector._sample = lambda num_prompts, metrics, label: [group]
     collector.collect(Metrics(SINGLE), label="step 1/2")
     told = (

@@ -211,7 +211,7 @@ def test_every_pasted_verl_key_gets_its_own_hint(form: str) -> None:
 
 
 def test_a_verl_key_with_another_unit_says_so() -> None:
-    text = message("actor_rollout_ref.actor.ppo_mini_batch_size=64")
+    text = verl_hint("actor_rollout_ref.actor.ppo_mini_batch_size=64") or ""
     assert "use --mini-batch-size" in text and "responses" in text and "prompts" in text
 
 
@@ -384,13 +384,14 @@ def test_the_migration_page_holds_the_table() -> None:
 
 def test_every_option_named_for_verl_users_exists() -> None:
     from eval import EvalScriptConfig
+    from lib.advantages import GDPOAdvantage
     from lib.losses import LOSSES
     from merge import MergeConfig
     from train_grpo import GRPOConfig
     from train_ppo import PPOConfig
 
     configs = [GRPOConfig(), PPOConfig(), EvalScriptConfig(), MergeConfig()]
-    configs += [GRPOConfig(loss=loss()) for loss in LOSSES.values()]
+    configs += [GRPOConfig(loss=loss()) for loss in LOSSES.values()] + [GRPOConfig(advantage=GDPOAdvantage())]
     existing = {name for config in configs for name in option_names(config)}
     text = " ".join(f"{option} {note}" for option, note in VERL_KEYS.values())
     torchruns = {"--nnodes", "--nproc_per_node"}

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from lib.config import parse_args
 from lib.data import (
     DataConfig,
-    PromptStream,
     check_data_files,
     load_tokenizer,
     stop_token_ids,
@@ -22,6 +21,7 @@ from lib.data import (
 )
 from lib.errors import UserError
 from lib.parquet import write_rows
+from lib.prompt_stream import PromptStream
 
 TEMPLATE = (
     "{% for message in messages %}\n"

@@ -1,11 +1,14 @@
-"""How a rank leaves: with the exit code that it chose. And what it does before it computes."""
+"""How a rank meets the others, or waits for them in vain. How it leaves: with the exit code that it chose. And what it
+does before it computes."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.ranks import LIMIT_S, ROOT
+from tests.conftest import LAUNCH
+from tests.ranks import LIMIT_S, ROOT, free_port
 
 LEAVE = """
 import sys
@@ -52,3 +55,52 @@ def test_the_first_elementwise_function_of_a_process_is_of_one_number():
     assert done.returncode == 0, done.stderr
     calls = [line.split() for line in done.stdout.splitlines()]
     assert next(call for call in calls if call[0] in ("cos", "exp", "log", "sin", "sqrt")) == ["exp", "1", "cpu"]
+
+
+LISTEN = """
+import os
+from pathlib import Path
+from lib.dist import init_distributed
+from lib.stopping import Stopper
+
+with Stopper(init_distributed()):
+    own = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                print(fields[1])
+"""
+
+
+def test_one_rank_without_torchrun_listens_to_nobody_on_the_network():
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCH}
+    for by_hand in ({}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}):
+        done = subprocess.run(
+            [sys.executable, "-c", LISTEN], cwd=ROOT, env=env | by_hand, capture_output=True, text=True, timeout=LIMIT_S
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert all(address.split(":")[0].endswith("7F") for address in done.stdout.split()), done.stdout  # 127.x.y.z
+
+
+ALONE = """
+import lib.dist
+from datetime import timedelta
+from lib.config import reporting_errors
+
+lib.dist.HAND_TIMEOUT = timedelta(seconds=1)
+with reporting_errors():
+    lib.dist.init_distributed()
+"""
+
+
+@pytest.mark.parametrize(("rank", "missing"), [("0", "ranks 1, 2"), ("1", "rank 0")])  # who is there, rank 0 knows
+def test_a_rank_started_by_hand_says_soon_which_others_have_not_come(rank, missing):
+    env = os.environ | {"RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], cwd=ROOT, env=env | {"MASTER_PORT": free_port()}, capture_output=True, text=True,
+        timeout=LIMIT_S,
+    )  # fmt: skip
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("error[2] not all ranks have come; ")
+    assert f"found no {missing} after 1 s" in line

@@ -1,11 +1,14 @@
-"""The whole command with real engines, workers and files: `train_grpo.py` under torchrun and as plain python."""
+"""The whole command with real engines, workers and files: a recipe elsewhere, under torchrun and as plain python."""
 
 import json
 import math
+import os
+import re
 import string
 import subprocess
 import sys
 
+import pyarrow.parquet as pq
 import pytest
 
 from lib.run_folder import read_metrics
@@ -33,33 +36,59 @@ def files(tmp_path_factory):
         "seen = []\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    seen.extend([1] if extra_info['split'] == 'val' else [])\n"
-        "    if len(seen) > 28:\n"
+        "    if len(seen) > 35:\n"
         "        raise KeyError('no such column')\n"
-        "    return float(len(solution_str))\n"
+        "    of_text = {f'{i} \\x1b[2J\\ud800\\n {solution_str}': 1.0 for i in range(9)}\n"
+        "    return {'score': float(len(solution_str)), **of_text}\n"
     )
     return folder
 
 
-def options(folder, run, *more):
+def options(folder, run, *more, script="train_grpo.py"):
     return (
-        "train_grpo.py", "--model.path", str(folder / "model"), "--data.train-files", str(folder / "train.parquet"),
+        str(script), "--model.path", str(folder / "model"), "--data.train-files", str(folder / "train.parquet"),
         "--data.val-files", str(folder / "val.parquet"), "--data.max-prompt-len", "24", "--rollout.max-response-len",
         "12", "--rollout.n", "4", "--rollout.max-num-seqs", "32", "--prompts-per-step", "4", "--mini-batch-size", "8",
         "--max-tokens-per-gpu", "80", "--num-steps", str(NUM_STEPS), "--eval.every", "2", "--optim.lr", "1e-3",
-        "--kl-loss-coef", "0.01", "--entropy-coef", "0.001", "--reward.path", "recipes/hash_reward.py",
-        "--reward.num-workers", "1", "--run-dir", str(folder / run), *more,
+        "--kl-loss-coef", "0.01", "--entropy-coef", "0.001", "--reward.path", str(ROOT / "recipes/hash_reward.py"),
+        "--reward.num-workers", "1", "--tracking.rollouts-every", "2", "--run-dir", str(folder / run), *more,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def two_ranks(files):
-    return torchrun(2, *options(files, "two"), "--seed", "7"), files / "two"
+def recipe(files):
+    """A recipe in a folder of its own."""
+    path = files / "elsewhere" / "my_recipe.py"
+    path.parent.mkdir()
+    path.write_text(
+        "from lib.config import parse_cli\n"
+        "from train_grpo import GRPOConfig, main\n"
+        "config = GRPOConfig(seed=7)\n"
+        "if __name__ == '__main__':\n"
+        "    main(parse_cli(config))\n"
+    )
+    return path
 
 
 @pytest.fixture(scope="module")
-def one_process(files):
-    command = [sys.executable, *options(files, "one"), "--seed", "7"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S), files / "one"
+def two_ranks(files, recipe):
+    words = options(files, "two", script=recipe.name)
+    return torchrun(2, *words, cwd=recipe.parent, PYTHONPATH=str(ROOT)), files / "two"
+
+
+@pytest.fixture(scope="module")
+def one_process(files, recipe):
+    command, env = [sys.executable, *options(files, "one", script=recipe)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=files, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    return done, files / "one"
+
+
+def test_a_recipe_in_any_folder_runs_by_the_readmes_command(recipe, two_ranks, one_process):
+    command = "`PYTHONPATH=/path/to/lockstep torchrun --nproc_per_node=8 my_recipe.py`"
+    assert command in (ROOT / "README.md").read_text() and recipe.name in command
+    for done, run in (two_ranks, one_process):
+        assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+        assert json.loads((run / "config.json").read_text())["seed"] == 7
 
 
 def test_run_folder_holds_everything_that_the_readme_names(two_ranks):
@@ -68,6 +97,7 @@ def test_run_folder_holds_everything_that_the_readme_names(two_ranks):
     names = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     assert {"config.json", "metrics.jsonl", "learning_curve.png", "status.json", "logs/rank_0.log", "logs/rank_1.log",
             "samples/step_0.jsonl", "samples/step_2.jsonl", "samples/step_3.jsonl"} <= names  # fmt: skip
+    assert {name for name in names if "rollouts" in name} == {"rollouts/step_1.parquet", "rollouts/step_2.parquet"}
     assert any(name.startswith("tensorboard/") for name in names)
     status = json.loads((run / "status.json").read_text())
     named = ("state", "step", "resumable", "error")
@@ -128,6 +158,27 @@ def test_one_process_and_two_ranks_are_the_same_run(two_ranks, one_process):
         assert one[1][name] == pytest.approx(two[1][name], rel=1e-3, abs=1e-6), name
     same = [(run / "samples/step_0.jsonl").read_text() for run in (run, two_ranks[1])]
     assert same[0] == same[1]
+    rollouts = [(run / "rollouts/step_1.parquet").read_bytes() for run in (run, two_ranks[1])]
+    assert rollouts[0] == rollouts[1]
+
+
+def test_rollouts_are_what_the_step_learned_from_and_are_scored_again_without_a_model(two_ranks, tmp_path):
+    file, out = two_ranks[1] / "rollouts" / "step_2.parquet", tmp_path / "again.parquet"
+    row = next(row for row in read_metrics(two_ranks[1]) if row["step"] == 2)
+    rows = pq.read_table(file).to_pylist()
+    assert len(rows) == 4 and len({row["uid"] for row in rows}) == 4 and {row["step"] for row in rows} == {2}
+    scores = [score for row in rows for score in row["scores"]]
+    lengths = [length for row in rows for length in row["response_lengths"]]
+    assert sum(scores) / 16 == pytest.approx(row["critic/score/mean"]) and len(set(scores)) > 2
+    assert sum(lengths) / 16 == row["response_length/mean"]
+    assert row["timing_s/dump_rollout_generations"] > 0
+    words = ("eval.py", "--score-only", "--data.files", str(file), "--output", str(out), "--reward.num-workers", "1")
+    command = [sys.executable, *words, "--reward.path", "recipes/hash_reward.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = pq.read_table(out).to_pylist()
+    for before, after in zip(rows, again, strict=True):
+        assert after == before | {"predictions": after["predictions"]}
 
 
 def test_a_disagreement_between_engine_and_trainer_stops_every_rank(files):
@@ -155,6 +206,7 @@ def other_options(files):
     words = options(
         files, "other", "--rollout.stop", *string.ascii_lowercase, "--rollout.log-probs", "False", "--update-epochs",
         "2", "--model.gradient-checkpointing", "True", "--eval.n", "4", "--eval.temperature", "1.0",
+        "--eval.with-greedy",
         "--loss-agg-mode", "seq-mean-token-sum-norm", "--loss-scale-factor", "7", "--kl-loss-type", "k1",
         "--reward.path", str(files / "second_validation.py"),
     )  # fmt: skip
@@ -165,7 +217,7 @@ def other_options(files):
 def test_a_stop_string_ends_a_response(other_options):
     done, run = other_options
     rows = [json.loads(line) for line in (run / "samples/step_0.jsonl").read_text().splitlines()]
-    assert len(rows) == 28, done.stdout + done.stderr[-3000:]
+    assert len(rows) == 35, done.stdout + done.stderr[-3000:]
     ended = 0
     for row in rows:
         text = row["response"].removesuffix("<|end|>").replace("<|pad|>", "")
@@ -174,6 +226,29 @@ def test_a_stop_string_ends_a_response(other_options):
         assert row["finish_reason"] == ("stop" if by_string or by_id else "length"), row
         ended += by_string
     assert ended > 5
+
+
+def test_a_validation_that_samples_has_greedy_responses_too_where_asked(other_options):
+    done, run = other_options
+    rows = [json.loads(line) for line in (run / "samples/step_0.jsonl").read_text().splitlines()]
+    sampled, greedy = ([row["score"] for row in rows if row["temperature"] == t] for t in (1.0, 0.0))
+    assert (len(sampled), len(greedy)) == (28, 7)
+    first = read_metrics(run)[0]
+    assert first["val-core/test/reward/mean@4"] == pytest.approx(sum(sampled) / 28)
+    assert (
+        first["val-core/test/reward/greedy"] == pytest.approx(sum(greedy) / 7) != first["val-core/test/reward/mean@4"]
+    )
+    assert first["val-aux/num_unscored"] == 0 and "reward/greedy" in done.stdout
+
+
+def test_names_made_of_responses_are_limited_told_once_and_nothing_a_terminal_obeys(other_options):
+    done, run = other_options
+    first = read_metrics(run)[0]
+    kinds = r"(?:mean@4|std@4|greedy|(?:best|worst|maj)@\d/(?:mean|std))"
+    names = {re.fullmatch(rf"val-\w+/test/(.*)/{kinds}", name) for name in first} - {None}
+    assert len({name[1] for name in names}) == 100 and first["val-aux/num_variables_left_out"] > 28
+    assert done.stdout.count("numbers of more than 100 names") == 1
+    assert all(sign.isprintable() or sign == "\n" for sign in done.stdout + done.stderr)
 
 
 def test_several_updates_train_on_their_own_old_log_probs_without_the_engines(other_options):

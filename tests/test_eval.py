@@ -21,8 +21,9 @@ from lib.config import parse_args
 from lib.dist import SINGLE
 from lib.errors import DamagedCheckpoint, UserError
 from lib.eval_files import COLUMNS, Group, parts_folder
-from lib.eval_model import find_model, iter_weights
+from lib.eval_model import find_model, iter_weights, load_prompts, what_defines_responses
 from lib.eval_report import render_page, summarise
+from lib.parquet import read_rows
 from lib.types import Sample, Score
 from tests.ranks import LIMIT_S, ROOT, torchrun
 from tests.test_eval_files import DATA, ROLLOUT, group
@@ -248,6 +249,20 @@ def test_a_log_that_cannot_be_written_is_told_with_the_options_of_an_evaluation(
 # ---- The model ----
 
 
+def test_the_date_that_a_template_prints_is_kept_with_the_responses(folder, tmp_path):
+    shutil.copytree(folder / "model", tmp_path / "clock")
+    (tmp_path / "clock" / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%dT%H:%M:%S') }}")
+    rows, _ = read_rows((str(folder / "questions.parquet"),), "--data.files")
+    dates = {}
+    for path in (tmp_path / "clock", folder / "model"):
+        model = find_model(str(path), DATA, ROLLOUT, SINGLE)
+        stop_ids, prompts = load_prompts(DATA, model, rows, date="2024-02-03T04:05:06")
+        text = model.tokenizer.decode(prompts.all_samples()[0].prompt_ids)
+        state = what_defines_responses(ROLLOUT, model, prompts, stop_ids, dtype="float32", seed=0)
+        dates[text] = state.get("date")
+    assert dates == {"2024-02-03T04:05:06": "2024-02-03T04:05:06", "whatis0": None}
+
+
 def test_every_kind_of_path_gives_the_same_weights(folder):
     expected = load_file(folder / "model" / "model.safetensors")
     fingerprints = {}
@@ -287,6 +302,18 @@ def test_a_model_without_a_chat_template_is_refused_before_its_weights_are_hashe
     with pytest.raises(UserError, match="no chat template"):
         find_model(str(copy), DATA, ROLLOUT, SINGLE)
     assert not read
+
+
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(folder, tmp_path):
+    copy = shutil.copytree(folder / "model", tmp_path / "copy")
+    weights = load_file(copy / "model.safetensors")
+    head = weights["model.embed_tokens.weight"].clone()
+    save_file(weights | {"lm_head.weight": head}, copy / "model.safetensors")
+    find_model(str(copy), DATA, ROLLOUT, SINGLE)
+    head[-1, -1] += 1
+    save_file(weights | {"lm_head.weight": head}, copy / "model.safetensors")
+    with pytest.raises(UserError, match="set tie_word_embeddings to false"):
+        find_model(str(copy), DATA, ROLLOUT, SINGLE)
 
 
 def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_taken(folder, tmp_path):
@@ -392,7 +419,9 @@ def refused(folder, *more, **changes):
 
 def test_bad_input_ends_with_one_line_before_anything_is_written(folder):
     assert "no such model folder" in refused(folder, model="modl")
-    assert "column 'data_source' is missing" in refused(folder, "--data.files", str(_table(folder, ["prompt"])))
+    assert "columns 'data_source' and 'reward_model' are missing" in refused(
+        folder, "--data.files", str(_table(folder, ["prompt"]))
+    )
     copy = shutil.copytree(folder / "model", folder / "vocabulary", dirs_exist_ok=True)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))

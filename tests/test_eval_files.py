@@ -15,7 +15,17 @@ from lib.config import parse_args
 from lib.data import DataConfig
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.eval_files import EvalDataConfig, Group, Parts, check_output, groups_of, parts_folder, read_input, write_output
+from lib.eval_files import (
+    EvalDataConfig,
+    Group,
+    Parts,
+    check_output,
+    date_of,
+    groups_of,
+    parts_folder,
+    read_input,
+    write_output,
+)
 from lib.eval_model import find_model
 from lib.eval_report import summarise
 from lib.parquet import read_rows
@@ -80,6 +90,20 @@ def test_another_evaluations_parts_are_refused_by_the_names_of_what_differs(tmp_
     (tmp_path / "parts" / "notes.txt").write_text("mine")
     other = Parts(tmp_path / "parts", {"model": "def"}, SINGLE, overwrite=True)
     assert other.groups == {} and (tmp_path / "parts" / "notes.txt").exists()
+
+
+def test_an_unfinished_evaluation_goes_on_with_the_date_of_its_prompts(tmp_path):
+    output, state = str(tmp_path / "out.parquet"), {**STATE, "date": "2024-02-03T04:05:06"}
+    assert date_of(output) >= "2026"
+    first = Parts(parts_folder(tmp_path / "out.parquet"), state, SINGLE, overwrite=False)
+    first.add(group(0))
+    first._file.close()
+    assert date_of(output) == "2024-02-03T04:05:06"
+    pinned = Parts(first.folder, {**STATE, "date": "2024-02-04T04:05:06"}, SINGLE, overwrite=False)  # equal prompts
+    assert list(pinned.groups) == [0]
+    for damaged in ("", "[]", '{"date": 3}', '{"model": "abc"}'):
+        (first.folder / "state.json").write_text(damaged)
+        assert date_of(output) >= "2026"
 
 
 # ---- Input and output ----

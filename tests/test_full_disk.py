@@ -188,6 +188,25 @@ def test_a_run_that_fails_once_there_is_room_again_loses_nothing(tmp_path):
     assert "it is lost" not in on_disk(tmp_path, "failing_with_room_again")
 
 
+def rollouts_without_room(disk: Path) -> None:
+    data = b"PAR1" * 50_000
+    with Run(disk / "run", TrackingConfig(), SINGLE, config={}, num_steps=2) as run:
+        fill(disk / "ballast")
+        run.save_rollouts(1, data)
+        run.log(1, {"x": 1.0})
+        assert not (run.dir / "rollouts" / "step_1.parquet").stat().st_size
+        (disk / "ballast").unlink()
+        run.log(2, {"x": 1.0})
+        assert (run.dir / "rollouts" / "step_1.parquet").read_bytes() == data
+        run.finish()
+
+
+def test_rollouts_for_which_there_is_no_room_are_a_warning_and_written_whole_later(tmp_path):
+    out = on_disk(tmp_path, "rollouts_without_room")
+    assert out.count("warning: no space for what is logged from step 1 on, and training goes on; ") == 1
+    assert "there is room again: all that was logged up to step 2 is written" in out
+
+
 # ---- One append ----
 
 

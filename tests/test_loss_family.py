@@ -398,9 +398,51 @@ def test_importance_weights_scale_the_loss_of_a_token_or_by_their_geometric_mean
     for row, mask in enumerate(batch.response_mask):
         chosen = weights[row][mask].tolist()
         if isinstance(loss, GeoMeanLoss):
-            chosen = [math.prod(chosen) ** (1 / len(chosen))] * len(chosen) if chosen else []
+            positive = [w for w in chosen if w > 0]
+            chosen = [math.prod(positive) ** (1 / len(positive)) if positive else 0.0] * len(chosen)
         expected = [x * w for x, w in zip(token_loss[row][mask].tolist(), chosen, strict=True)]
         assert weighed[row][mask].tolist() == pytest.approx(expected, rel=1e-9)
+
+
+def slow_geo_mean(loss, row):
+    """GMPO's loss of a response [(log_prob, old, advantage, weight)], of its tokens of weight above 0; a float."""
+    row = [token for token in row if token[3] > 0]
+    if not row:
+        return 0.0
+    total = 0.0
+    for log_prob, old, advantage, weight in row:
+        x = log_prob - old
+        x = min(x, loss.clip_high) if advantage > 0 else max(x, -loss.clip_low) if advantage < 0 else 0.0
+        total += x + math.log(weight)
+    return -sum(advantage for _, _, advantage, _ in row) / len(row) * math.exp(total / len(row))
+
+
+def test_tokens_of_weight_0_leave_the_geometric_mean_and_silence_nobody_else():
+    """Value and gradient (by differences) of what IcePop and a rejection of tokens leave; whole responses of 0 too."""
+    loss, step = GeoMeanLoss(clip_low=0.2, clip_high=0.9), 1e-6
+    trains = 0
+    for seed in range(6):
+        log_probs, batch = family_batch(seed, rows=7, steps=6)
+        weights = batch.is_weights * (torch.rand(7, 6, generator=torch.Generator().manual_seed(seed)) < 0.6)
+        weights[3] = 0
+        batch = batch.with_(is_weights=weights)
+        token_loss, _ = loss(log_probs, batch)
+        weighed = loss.weigh(token_loss, batch)
+        aggregate(weighed, batch.response_mask, "seq-mean-token-mean").backward()
+        for r, mask in enumerate(batch.response_mask):
+            places = mask.nonzero().flatten().tolist()
+            columns = (log_probs, batch.old_log_probs, batch.advantages, weights)
+            row = [tuple(column[r, s].item() for column in columns) for s in places]
+            assert weighed[r][mask].tolist() == pytest.approx([slow_geo_mean(loss, row)] * len(row), rel=1e-9)
+            for i, s in enumerate(places):
+                above, below = (
+                    slow_geo_mean(loss, [*row[:i], (row[i][0] + move, *row[i][1:]), *row[i + 1 :]])
+                    for move in (step, -step)
+                )
+                assert log_probs.grad[r, s].item() == pytest.approx((above - below) / (2 * step), rel=1e-5, abs=1e-8)
+                trains += log_probs.grad[r, s].item() != 0
+            assert not log_probs.grad[r][~mask].any()
+    assert trains > 30
 
 
 def test_weights_in_masked_places_reach_no_gradient_whatever_the_loss():

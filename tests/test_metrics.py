@@ -17,11 +17,13 @@ import torch
 from lib.batching import balance_stats
 from lib.dist import SINGLE
 from lib.metrics import (
+    MAX_VARIABLES,
     Metrics,
     advantage_metrics,
     constant_reward_warning,
     data_metrics,
     flops_forward,
+    limit_variables,
     mismatch_metrics,
     peak_flops,
     perf_metrics,
@@ -410,6 +412,25 @@ def test_a_prompt_with_fewer_scored_responses_counts_as_one_prompt():
 
 def test_validation_keeps_nan():
     assert math.isnan(validation_metrics([("s", 0, {"reward": math.nan})], largest=1)["val-core/s/reward/mean@1"])
+
+
+def test_names_made_of_responses_are_limited_over_all_validations_and_counted():
+    known: set[str] = set()
+    columns: set[str] = set()
+    for step in range(4):
+        responses = [
+            ("s", uid, {"reward": 1.0, "acc": True, "pred": "x", "format": 0.5, f"text {step} {uid}": 1.0, "why": "so"})
+            for uid in range(200)
+        ]
+        kept, num_left_out = limit_variables(responses, known)
+        assert num_left_out == (103 if step == 0 else 200)
+        assert all(values["pred"] == "x" and values["why"] == "so" for _, _, values in kept)
+        found = validation_metrics(kept, largest=1)
+        assert {"val-core/s/acc/mean@1", "val-aux/s/reward/mean@1", "val-aux/s/format/mean@1"} <= found.keys()
+        columns |= found.keys()
+    assert len(columns) == MAX_VARIABLES == len(known) == 100
+    few = [("s", 0, {"reward": 1.0, "acc": True})]
+    assert limit_variables(few, set()) == (few, 0)
 
 
 def test_every_metric_is_in_the_documentation(monkeypatch):

@@ -172,6 +172,10 @@ def test_a_config_file_that_cannot_be_read_names_file_and_line(folder: Path) -> 
     assert "UTF-8" in message(folder)
     config.write_text("")
     assert "line 1" in message(folder)
+    config.write_text('{"a":' * 200_000)
+    assert "recursion" in message(folder)
+    config.write_text('{"a": ' + "9" * 5000 + "}")
+    assert "digits" in message(folder)
     config.unlink()
     assert "no config.json" in message(folder)
     write(folder / "adapter_config.json", {"base_model_name_or_path": "Qwen/Qwen3-0.6B"})
@@ -224,6 +228,9 @@ def test_a_weight_file_that_is_not_whole_prints_its_sizes(folder: Path) -> None:
     assert "git lfs pull" in message(folder)
     file.write_bytes(struct.pack("<Q", 4) + b"oops")
     assert "damaged safetensors header" in message(folder)
+    for header in (b'{"a":' * 200_000, b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}'):
+        file.write_bytes(struct.pack("<Q", len(header)) + header)
+        assert "damaged safetensors header" in message(folder)
     file.write_bytes(safetensors(expected_shapes(CONFIG), dtype="F16"))  # two bytes a value where the header says four
     assert "damaged safetensors header" in message(folder)
     overlap = json.dumps({name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for name in "ab"}).encode()
@@ -231,6 +238,47 @@ def test_a_weight_file_that_is_not_whole_prints_its_sizes(folder: Path) -> None:
     assert "damaged safetensors header" in message(folder)
     file.write_bytes(safetensors(expected_shapes(CONFIG), dtype="I8", width=1))
     assert "quantised" in message(folder) and "I8" in message(folder)
+
+
+def with_tensors(folder: Path, extra: dict[str, tuple[int, ...]], *, config: dict = CONFIG, **values: float) -> None:
+    """Writes the model's tensors and more of these shapes; `values`: {embedding, head: what each number of it is}."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {name: torch.zeros(shape) for name, shape in (expected_shapes(config) | extra).items()}
+    for key, name in {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}.items():
+        if key in values:
+            tensors[name] = torch.full_like(tensors[name], values[key])
+    save_file(tensors, folder / "model.safetensors")
+    write(folder / "config.json", config)
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused_and_an_equal_one_accepted(
+    folder: Path,
+) -> None:
+    head = {"lm_head.weight": (32, 16)}
+    with_tensors(folder, head, embedding=0.5, head=0.25)
+    text = message(folder)
+    assert "lm_head.weight and model.embed_tokens.weight" in text and "set tie_word_embeddings to false" in text
+    with_tensors(folder, head, config=CONFIG | {"tie_word_embeddings": False}, embedding=0.5, head=0.25)
+    check(folder)  # as the remedy says
+    with_tensors(folder, head, embedding=0.5, head=0.5)
+    check(folder)
+    with_tensors(folder, {"lm_head.weight": (32, 15)}, embedding=0.5, head=0.5)
+    assert "tied" in message(folder)
+
+
+@pytest.mark.parametrize("name", ["v_head.summary.weight", "model.embed_tokens.lora_A", "lm_head.bias", "x"])
+def test_a_tensor_that_would_not_be_trained_is_refused_wherever_it_is(folder: Path, name: str) -> None:
+    with_tensors(folder, {name: (2, 2)})
+    text = message(folder)
+    assert "no place for" in text and f"found {name}" in text, text
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
+def test_a_rotary_table_which_every_model_computes_is_harmless(folder: Path, name: str) -> None:
+    with_tensors(folder, {name: (4,)})
+    check(folder)
 
 
 def test_an_index_may_only_name_existing_shards_inside_the_folder(folder: Path) -> None:
@@ -248,6 +296,13 @@ def test_an_index_may_only_name_existing_shards_inside_the_folder(folder: Path) 
         {"weight_map": shard_map | {"model.norm.weight": "model-2.safetensors"}},
     )
     assert "shard lacks tensors" in message(folder) and "model.norm.weight" in message(folder)
+    shutil.copy(folder / "model-2.safetensors", folder / "model-3.safetensors")
+    shard_map |= {
+        "model.norm.weight": "model-1.safetensors",
+        "model.layers.1.self_attn.q_norm.weight": "model-3.safetensors",
+    }
+    write(folder / "model.safetensors.index.json", {"weight_map": shard_map})
+    assert "in two weight files" in message(folder)
 
 
 def test_a_missing_or_unfitting_tokenizer_is_refused(folder: Path) -> None:
@@ -310,7 +365,9 @@ def test_a_critic_starts_from_the_policys_folder_another_model_or_a_saved_critic
     untied = CONFIG | {"tie_word_embeddings": False}
     write(other / "config.json", untied)
     (other / "model.safetensors").write_bytes(safetensors(expected_shapes(untied)))
-    for path, found in {"": folder, folder: folder, other: other, critic: critic}.items():
+    stray = shutil.copytree(other, folder.parent / "stray")  # a head that no critic has may be any
+    with_tensors(stray, {"lm_head.weight": (32, 16)}, embedding=0.5, head=0.25)
+    for path, found in {"": folder, folder: folder, other: other, critic: critic, stray: stray}.items():
         files = check_critic(path, folder)
         assert (files.folder, files.num_parameters) == (found, num_parameters)
     without_bias = critic_shapes(CRITIC)

@@ -122,6 +122,21 @@ def test_overlap_counts_validation_prompts_with_the_same_contents(tmp_path):
     assert count_overlap(train, read_rows((), FLAG)[0]) == 0
 
 
+@pytest.mark.parametrize("encoding", ["DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY"])
+def test_texts_written_as_differences_are_read(tmp_path, encoding):
+    """As DuckDB's COPY ... (FORMAT parquet, PARQUET_VERSION v2) writes each text that does not repeat."""
+    rows = [row(i) for i in range(600)]
+    texts = ("prompt.list.element.content", "reward_model.ground_truth")
+    pq.write_table(
+        pa.Table.from_pylist(rows), tmp_path / "a.parquet", column_encoding=dict.fromkeys(texts, encoding),
+        use_dictionary=["prompt.list.element.role", "data_source", "reward_model.style", "extra_info.split"],
+        write_page_checksum=True,
+    )  # fmt: skip
+    read, _ = read_rows((str(tmp_path / "a.parquet"),), FLAG)
+    assert list(read.iter_prompts()) == [each["prompt"] for each in rows]
+    assert read[599]["reward_model"] == rows[599]["reward_model"]
+
+
 # ---- Files that are none ----
 
 
@@ -141,7 +156,9 @@ def test_what_is_no_file_on_disk_is_refused(tmp_path):
     says(refusal([""]), "empty path")
     says(refusal(["hdfs://x/a.parquet"]), "remote")
     says(refusal(["x" * 5000]), "cannot be opened")
-    says(refusal(["/dev/null"]), "not a regular file")
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("/dev/null", "/dev/zero", str(tmp_path / "fifo")):  # the last two would be read for ever
+        says(refusal([name]), "not a regular file")
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     says(refusal([str(loop)]), "loop")
@@ -205,9 +222,16 @@ def test_flipped_bits_in_the_pages_are_found(tmp_path):
 # ---- Columns ----
 
 
-def test_missing_columns_are_listed_with_the_flag(tmp_path):
-    bare = [{"question": "1 + 1", "answer": 2}]
-    says(refusal(write(tmp_path / "a.parquet", bare)), "'prompt'", "question, answer", "--data.prompt-key")
+def test_missing_columns_are_named_all_at_once_with_a_remedy_that_fits(tmp_path):
+    bare = [{"question": "1 + 1", "answer": 2, "\x1b[31m\n": 0}]
+    message = refusal(write(tmp_path / "a.parquet", bare))
+    says(message, "columns 'prompt' and 'data_source' and 'reward_model' are missing", "question, answer, '\\x1b[31m")
+    says(
+        message, "make 'prompt'", "--data.prompt-key", "add 'data_source'", "add 'reward_model', {style, ground_truth}"
+    )
+    others = [{"question": "x", "messages": row()["prompt"], "data_source": "a"}]
+    message = refusal(write(tmp_path / "c.parquet", others))
+    says(message, "columns 'prompt' and 'reward_model' are missing", "set --data.prompt-key messages, and add")
     for name in ("data_source", "reward_model"):
         rows = [{k: v for k, v in row().items() if k != name}]
         says(refusal(write(tmp_path / "b.parquet", rows)), f"'{name}'", "prompt, ")
@@ -268,6 +292,8 @@ BAD_ROWS = [
     ({"prompt": [{"role": "user", "content": "x"}] * 10_001}, ["row 9000", "10001", "10000"]),
     ({"data_source": None}, ["row 9000", "data_source"]),
     ({"data_source": ""}, ["row 9000", "data_source"]),
+    ({"data_source": "a\x1b[31m"}, ["row 9000", "data_source", "'a\\x1b[31m'"]),
+    ({"data_source": "a\nerror[2] b"}, ["row 9000", "data_source", "'a\\nerror[2] b'"]),
     (answer(None), ["row 9000", "ground truth"]),
     ({"reward_model": None}, ["row 9000", "ground truth"]),
 ]
@@ -351,6 +377,9 @@ def test_rows_of_a_custom_dataset_pass_the_same_checks():
         ([row(), row(**answer(3))], ["mine.py:Mine row 1", "one type"]),
         ([row(), row(data_source=None)], ["row 1", "data_source"]),
         ([{"text": "x"}], ["'prompt'", "text"]),
+        ([row(), row(**prompt(("user", "hi \ud83d")))], ["mine.py:Mine row 1", "'prompt'", "half of a surrogate"]),
+        ([row(data_source="\udc80"), row()], ["row 0", "'data_source'", "half of a surrogate"]),
+        ([row(), row() | {"\ud83d": 1}], ["row 1", "half of a surrogate"]),
         ([], ["no rows"]),
     ]:
         with pytest.raises(UserError) as caught:

@@ -51,20 +51,33 @@ def test_engine_and_trainer_are_compared_in_every_step_also_while_the_policy_res
         assert 0 < row["training/rollout_log_probs_diff/max"] < 1e-4
 
 
-def test_with_bypass_a_pass_compares_engine_and_trainer_only_while_the_policy_rests(folder):
-    done = ppo(folder, "bypass", "--correction", "bypass_ppo_clip", "--num-steps", "2", "--update-epochs", "2")
+def test_with_bypass_a_pass_compares_engine_and_trainer_only_while_the_policy_rests(folder, steps):
+    begin = ("--model.path", str(folder / "run"), "--model.reference-path", str(folder / "model"))
+    words = ("--correction", "bypass_ppo_clip", "--num-steps", "2", "--update-epochs", "2", "--kl-loss-coef", "0.01")
+    done = ppo(folder, "bypass", *words, *begin)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert f"model        the weights of {folder}/run/global_step_3 (" in done.stdout
+    assert f"0.01 x k3 in the loss; the reference is {folder}/model\n" in done.stdout
     rows = [row for row in read_metrics(folder / "bypass") if row["step"] > 0]
     assert ["timing_s/old_log_prob" in row for row in rows] == [True, False]
+    assert rows[1]["actor/kl_loss"] > 1e-4  # the policy has learned in that run, its reference has not
     for row in rows:
         assert row["training/rollout_probs_diff_valid"] == 1
         assert 0 < row["training/rollout_log_probs_diff/max"] < 1e-4
 
 
-def test_a_rejection_of_every_response_does_not_hide_the_comparison(folder):
-    done = ppo(folder, "rejected", "--correction.reject", '{"seq_max_k2": 1e-300}', "--num-steps", "2")
+def test_in_a_branch_a_rejection_of_every_response_does_not_hide_the_comparison(folder, steps):
+    """With another warm-up, so that the policy rests once more."""
+    branch = ("--checkpoint.resume", str(folder / "run" / "global_step_3"), "--num-steps", "5")
+    words = ("--correction.reject", '{"seq_max_k2": 1e-300}', "--critic.warmup-steps", "4", "--rollout.n", "4")
+    done = ppo(folder, "rejected", *branch, *words, "--mini-batch-size", "32")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    rows = [row for row in read_metrics(folder / "rejected") if row["step"] > 0]
+    assert "global_step_3, with 4 other option(s):\n" in done.stdout
+    assert "\n  critic.warmup_steps was 1 and is 4\n" in done.stdout and "\n  rollout.n was 2 and is 4\n" in done.stdout
+    assert "step 4 of 5 is next" in done.stdout and "prompt 24 of epoch 0" in done.stdout
+    rows = read_metrics(folder / "rejected")
+    assert [row["step"] for row in rows] == [4, 5] and rows[0]["critic/values/max"] != 0
+    assert ["actor/grad_norm" in row for row in rows] == [False, True]
     assert all(row["training/excluded_ratio"] > 0.9 for row in rows)
     assert all(row["training/rollout_probs_diff_valid"] == 1 for row in rows)
 

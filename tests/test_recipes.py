@@ -29,7 +29,8 @@ from tests.ranks import LIMIT_S, ROOT, torchrun
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "remax", "ppo")
 FULL_SIZE = [f"{name}_qwen3_1_7b_gsm8k" for name in ALGORITHMS]
 TINY = [*(f"{name}_tiny_arithmetic" for name in ALGORITHMS), "example_custom_everything"]
-RANKS = dict.fromkeys(FULL_SIZE, 8) | dict.fromkeys(TINY, 2)
+SMALL = [f"{name}_smollm2_words" for name in ("grpo", "dr_grpo", "dapo", "ppo")]
+RANKS = dict.fromkeys(FULL_SIZE, 8) | dict.fromkeys(TINY, 2) | dict.fromkeys(SMALL, 1)
 ACCURACY = "val-core/arithmetic/acc/mean@1"
 
 
@@ -73,6 +74,13 @@ def test_the_tiny_recipes_differ_in_their_algorithm_alone():
     for part in ("model", "data", "reward", "optim", "max_tokens_per_gpu", "seed"):
         assert len({repr(getattr(config, part)) for config in configs.values()}) == 1, part
     assert {config.prompts_per_step * config.rollout.n for config in configs.values()} == {256}
+
+
+def test_the_recipes_of_a_real_model_differ_in_their_algorithm_alone():
+    configs = [load(name).config for name in SMALL]
+    for part in ("model", "data", "reward", "optim", "eval", "num_steps", "max_tokens_per_gpu", "seed"):
+        assert len({repr(getattr(config, part)) for config in configs}) == 1, part
+    assert {config.prompts_per_step * config.rollout.n for config in configs} == {512}
 
 
 def test_the_full_size_recipes_stop_at_the_missing_model_alone(tmp_path):

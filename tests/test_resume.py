@@ -1,19 +1,28 @@
 """What a run goes on from, and what it refuses, before a model is loaded. Runs of a few steps without an engine."""
 
+import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 
+from lib.branch import MAY_DIFFER, flat
+from lib.checkpoint_files import MANIFEST, hash_files, publish
 from lib.config import to_json
+from lib.critic import CriticConfig
+from lib.data import DataConfig, check_data_files
 from lib.dist import SINGLE, init_distributed
 from lib.errors import DamagedCheckpoint, UserError
-from lib.launch import check_input
-from lib.resume import MAY_DIFFER, find_resume
+from lib.launch import check_input, load_prompts
+from lib.model_files import check_model_files
+from lib.optim import OptimConfig
+from lib.resume import find_resume, with_date
 from lib.run_folder import launch_id, lock_folder, read_metrics, read_status
 from tests.checkpoint_worker import REWARD, config, train
 from tests.tiny import make_model, make_questions, make_tokenizer
+from train_ppo import PPOConfig
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +114,116 @@ def test_never_and_overwrite_look_at_no_checkpoint(model, run, words):
     assert resume.path is None and resume.step == 0 and not resume.in_place
 
 
-def test_a_folder_without_a_checkpoint_is_refused_naming_overwrite(model, run):
+def test_a_wrong_word_or_a_missing_step_is_told_with_those_that_there_are(model, run):
+    with pytest.raises(UserError, match=r"--checkpoint.resume must; found no folder .*/must, expected auto, never, or"):
+        find_resume(options(model, run, "--checkpoint.resume", "must"), SINGLE)
+    with pytest.raises(UserError, match=r"no such checkpoint; .*; found only global_step_4, global_step_2 in .*/run, "):
+        find_resume(options(model, run, "--checkpoint.resume", run / "global_step_7"), SINGLE)
+
+
+def test_an_empty_status_beside_whole_checkpoints_costs_nothing(model, run):
+    (run / "status.json").write_text("")  # as a full disk leaves it
+    assert set(train(options(model, run), init_distributed())["losses"]) == {5, 6}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("step",), "4", 'found "4" as step, expected int'),
+        (("config",), None, "found null as config, expected dict"),
+        (("prompts", "epoch"), 0.5, "found 0.5 as prompts.epoch, expected int"),
+        (("kl_controller",), {}, "found no kl_controller.coef"),
+        (("collectors", 0, "carried", 0, 0, "response_ids", 0), True, "carried.0.0.response_ids.0, expected int"),
+        (
+            ("collectors", 0, "carried", 0, 0, "place"),
+            None,
+            "found null as collectors.0.carried.0.0.place, expected int",
+        ),
+        (("prompts", "curriculum"), [0, 1], "as prompts.curriculum, expected str"),
+        (("constant_groups",), {"0": 1}, "as constant_groups, expected list"),
+        ((), [], "found [] as all of it, expected dict"),
+    ],
+)
+def test_a_trainer_json_with_wrong_types_is_passed_over_in_one_line(model, run, place, value, said):
+    """It is as it was written: whoever wrote it was wrong."""
+    path = run / "global_step_4" / "trainer.json"
+    holder = [json.loads(path.read_text())]
+    inner = holder
+    for key in (0, *place)[:-1]:
+        inner = inner[key]
+    inner[(0, *place)[-1]] = value
+    path.write_text(json.dumps(holder[0]))
+    manifest = json.loads((path.parent / MANIFEST).read_text())
+    (path.parent / MANIFEST).unlink()
+    path.parent.rename(run / "staging")
+    files = hash_files(run / "staging", manifest["files"])
+    publish(run / "staging", path.parent, files, inventory=manifest["inventory"])
+    resume = find_resume(options(model, run), SINGLE)
+    assert resume.step == 2 and len(resume.notes) == 1 and "trainer.json" in resume.notes[0] and said in resume.notes[0]
+
+
+# ---- A run without a checkpoint ----
+
+
+@pytest.fixture
+def dead(run):
+    """That run as a kill before its first checkpoint leaves it."""
     for step in (2, 4):
         shutil.rmtree(run / f"global_step_{step}")
-    with pytest.raises(UserError, match=r"the run folder is not empty; .* state running at step 4, .* --overwrite"):
-        train(options(model, run), init_distributed())
+    return run
+
+
+def test_a_dead_run_without_a_checkpoint_begins_again_with_its_rows_moved_aside(model, done, dead, capfd):
+    found = train(options(model, dead), init_distributed())
+    out = capfd.readouterr().out
+    assert "the run in this folder has no checkpoint: it begins again\n" in out
+    assert "what the run had written is moved aside: metrics.jsonl.replaced-" in out
+    assert set(found["losses"]) == {1, 2, 3, 4, 5, 6}
+    assert read_metrics(dead)[:4] == read_metrics(done)
+    [aside] = dead.glob("metrics.jsonl.replaced-*")
+    assert aside.read_bytes() == (done / "metrics.jsonl").read_bytes()
+    shutil.rmtree(dead / "global_step_6")
+    for state in ("failed", "stopped"):
+        change_status(dead, state=state)
+        assert find_resume(options(model, dead), SINGLE).last_row == -1
+
+
+def test_a_dead_run_of_other_options_is_refused_naming_them(model, dead, tmp_path):
+    words = ("--optim.lr", 0.02, "--data.train-files", "other.parquet", "--eval.every", 3)
+    with pytest.raises(UserError) as caught:
+        find_resume(options(model, dead, *words), SINGLE)
+    text = str(caught.value)
+    assert "state running at step 4, " in text and "optim.lr was 0.01 and is 0.02" in text and "--overwrite" in text
+    assert "data.train_files was [] and is" in text and "eval" not in text
+    assert not find_resume(options(model, dead, *words, "--overwrite"), SINGLE).in_place
+    with pytest.raises(UserError, match=r'checkpoint.resume was "auto" and is ".*/run/global_step_2"'):
+        find_resume(options(model, dead, "--checkpoint.resume", tmp_path / "copy" / "run" / "global_step_2"), SINGLE)
+
+
+def test_a_run_that_lives_or_has_finished_does_not_begin_again(model, dead, monkeypatch):
+    descriptor = lock_folder(dead)
+    with pytest.raises(UserError, match="another run is writing to the run folder"):
+        find_resume(options(model, dead), SINGLE)
+    os.close(descriptor)
+    change_status(dead, state="finished")
+    with pytest.raises(UserError, match=r"the run folder is not empty; .* state finished at step 4, .* --overwrite"):
+        train(options(model, dead), init_distributed())
+    change_status(dead, state="running")
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(UserError, match=r"the run folder is not empty; .* state running at step 4, "):
+        train(options(model, dead), init_distributed())
+    change_status(dead, state="failed")
+    assert find_resume(options(model, dead), SINGLE).in_place
+
+
+def no_locks(*_):
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+def test_a_run_folder_whose_name_is_not_utf_8_is_refused(model, tmp_path):
+    with pytest.raises(UserError, match=r"not a usable path; --run-dir .*; its name has bytes that are not UTF-8"):
+        train(options(model, f"{tmp_path}/\udcff"), init_distributed())
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_left_to_train_is_an_error_unless_the_end_was_cut_short(model, done, run):
@@ -120,6 +234,20 @@ def test_nothing_left_to_train_is_an_error_unless_the_end_was_cut_short(model, d
         train(config(model, "--run-dir", run, "--num-steps", 3), world)
     found = train(config(model, "--run-dir", run, "--num-steps", 4), world)
     assert not found["losses"] and read_status(run)["state"] == "finished"
+
+
+def test_a_schedule_that_now_ends_elsewhere_is_told_also_of_a_run_from_before_schedules_ended_after_the_last_step(
+    model, run
+):
+    cfg = options(model, run, "--optim.schedule", "cosine")
+    resume = find_resume(options(model, run), SINGLE)
+    assert "learning rate's schedule" not in resume.in_words(cfg, 4, reward=REWARD)
+    assert "the learning rate's schedule now ends at step 7, not 5" in resume.in_words(cfg, 6, reward=REWARD)
+    older = replace(resume, trainer={name: value for name, value in resume.trainer.items() if name != "schedule_end"})
+    assert "the learning rate's schedule now ends at step 5, not 4" in older.in_words(cfg, 4, reward=REWARD)
+    assert "learning rate's schedule" not in older.in_words(options(model, run), 4, reward=REWARD)  # of a constant rate
+    ppo = PPOConfig(critic=CriticConfig(optim=OptimConfig(schedule="linear")))
+    assert "now ends at step 5, not 4" in older.in_words(ppo, 4, reward=REWARD)
 
 
 # ---- The same launch ----
@@ -150,10 +278,10 @@ def test_the_same_launch_starts_again_where_it_has_no_checkpoint_yet(model, laun
     assert [row["step"] for row in read_metrics(launched)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_another_launch_does_not(model, launched, monkeypatch):
+def test_another_launch_with_other_options_does_not(model, launched, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-2")
-    with pytest.raises(UserError, match="the run folder is not empty"):
-        train(options(model, launched), init_distributed())
+    with pytest.raises(UserError, match=r"the run folder holds another run.*seed was 0 and is 1"):
+        train(options(model, launched, "--seed", 1), init_distributed())
 
 
 def test_a_restart_by_the_same_torchrun_goes_on_in_spite_of_overwrite(model, run, monkeypatch):
@@ -187,14 +315,27 @@ def test_options_that_matter_are_named_field_by_field(model, run):
     assert "eval.every" not in text and "num_steps" not in text
 
 
+def test_an_option_that_the_checkpoint_did_not_know_had_its_default(model, run):
+    path = run / "global_step_4"
+    trainer = json.loads((path / "trainer.json").read_text())
+    del trainer["config"]["data"]["curriculum"], trainer["config"]["overlong"]["mask_truncated"]
+    shutil.move(path, run / "earlier")  # the same files, written before there were these options
+    (run / "earlier" / "MANIFEST.json").unlink()
+    (run / "earlier" / "trainer.json").write_text(json.dumps(trainer))
+    names = [file.relative_to(run / "earlier").as_posix() for file in (run / "earlier").rglob("*") if file.is_file()]
+    publish(run / "earlier", path, hash_files(run / "earlier", names), inventory={})
+    assert find_resume(options(model, run), SINGLE).step == 4
+    with pytest.raises(UserError, match=r"options; .*; data.curriculum was false and is true; give the same"):
+        find_resume(options(model, run, "--data.curriculum", "True"), SINGLE)
+
+
 def test_options_that_may_differ_are_options():
     from fnmatch import fnmatch
 
-    from lib.resume import _flat
     from train_grpo import GRPOConfig
     from train_ppo import PPOConfig
 
-    names = {*_flat(to_json(GRPOConfig())), *_flat(to_json(PPOConfig()))}
+    names = {*flat(to_json(GRPOConfig(data=DataConfig(chat_template_kwargs={"x": 1})))), *flat(to_json(PPOConfig()))}
     assert not [free for free in MAY_DIFFER if not any(fnmatch(name, free) for name in names)]
     free = {name for name in names if any(fnmatch(name, pattern) for pattern in MAY_DIFFER)}
     assert not {name for name in free if name.startswith(("optim", "loss", "advantage", "correction", "kl", "filter"))}
@@ -227,6 +368,56 @@ def test_the_whole_command_says_so_before_a_model_is_loaded(model, run, tmp_path
     cfg = options(model, run, *lens, "--data.train-files", tmp_path / "train.parquet", "--seed", 5)
     with pytest.raises(UserError, match="seed was 0 and is 5"):
         check_input(cfg, SINGLE)
+
+
+# ---- The date of its prompts ----
+
+
+@pytest.fixture
+def clock(model, run):
+    """A model folder whose template prints the time, and options to read 4 questions with it."""
+    folder = run.parent / "clock"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%dT%H:%M:%S') }}")
+    make_questions(folder / "train.parquet", count=4, start=0)
+    return folder, ("--data.train-files", folder / "train.parquet")
+
+
+def first_prompt(cfg, folder, resume):
+    files = check_model_files(str(folder), max_prompt_len=16, max_response_len=16)
+    tokenizer, _, train_set, _ = load_prompts(cfg, check_data_files(cfg.data), files, resume, SINGLE)
+    return tokenizer.decode(train_set.all_samples()[0].prompt_ids)
+
+
+def test_a_run_keeps_the_date_of_its_prompts(model, run, clock, tmp_path):
+    folder, words = clock
+    began = read_status(run)["date"]
+    assert json.loads((run / "global_step_4" / "trainer.json").read_text())["date"] == began
+    for more in ((), ("--run-dir", tmp_path / "new", "--checkpoint.resume", run / "global_step_2")):
+        cfg = options(model, run, *words, *more)
+        resume = with_date(find_resume(cfg, SINGLE), cfg, SINGLE)
+        assert resume.step and resume.date == began
+        assert first_prompt(cfg, folder, resume) == began
+
+
+def test_a_run_without_a_checkpoint_keeps_the_date_of_its_prompts(run, clock, tmp_path):
+    folder, words = clock
+    for step in (2, 4):
+        shutil.rmtree(run / f"global_step_{step}")
+    change_status(run, state="stopped", step=0, date="2024-02-03T04:05:06")
+    lens = ("--data.max-prompt-len", 64, "--rollout.max-response-len", 16)
+    cfg = options(folder, run, *words, *lens)
+    *_, resume = check_input(cfg, SINGLE)
+    assert resume.in_place and first_prompt(cfg, folder, resume) == "2024-02-03T04:05:06"
+    *_, other = check_input(options(folder, tmp_path / "other", *words, *lens), SINGLE)
+    assert other.date > "2026"  # now
+
+
+def test_the_date_of_an_older_checkpoint_can_be_given_to_the_template(model, run):
+    """Of one that did not keep it: the prompts themselves are compared."""
+    variables = json.dumps({"date_string": "03 Feb 2024"})
+    assert find_resume(options(model, run, "--data.chat-template-kwargs", variables), SINGLE).step == 4
+    assert find_resume(options(model, run, "--data.control-tokens", "split"), SINGLE).step == 4
 
 
 # ---- The same command again ----
@@ -279,10 +470,12 @@ def test_never_goes_on_where_the_same_torchrun_restarts_its_ranks(model, run, mo
 def test_a_run_that_was_stopped_before_its_first_step_starts_again(model, run):
     for step in (2, 4):
         shutil.rmtree(run / f"global_step_{step}")
+    cfg = options(model, run, "--seed", 1)
     change_status(run, state="stopped", step=0)
-    assert find_resume(options(model, run), SINGLE).in_place
+    assert find_resume(cfg, SINGLE).in_place
     change_status(run, state="stopped", step=1)
-    assert not find_resume(options(model, run), SINGLE).in_place
+    with pytest.raises(UserError, match="the run folder holds another run"):
+        find_resume(cfg, SINGLE)
 
 
 def test_a_disk_that_cannot_be_read_is_no_damage(model, run, monkeypatch):

@@ -1,11 +1,15 @@
 """The built-in graders: hand-worked answers, verl's quirks, and random text."""
 
+import math
+from contextlib import suppress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.rewards import gsm8k
+from lib.rewards import arithmetic, gsm8k
 from lib.rewards import math as math_grader
+from lib.rewards.numbers import same_number, write_number
 
 NUMBER_CHARS = set("0123456789.,")
 
@@ -30,9 +34,12 @@ def grade_math(text: str, truth: str) -> float:
         ("#### 72, no: #### 71", 0),
         ("#### 7,2", 1),  # commas go, wherever they stand
         ("#### 72,", 1),
-        ("#### 72.", 0),  # verl compares text: a full stop is part of the answer
-        ("#### 72.0", 0),
-        ("#### 072", 0),
+        ("#### 72.", 1),  # verl compares text, and scores this and the next two 0
+        ("#### 72.0", 1),
+        ("#### 072", 1),
+        ("#### 7.2", 0),
+        ("#### 72.01", 0),
+        ("#### 7.2.0", 0),  # no number
         ("####72", 0),  # exactly one space
         ("####  72", 0),
         ("#### $72", 0),
@@ -55,9 +62,9 @@ def test_gsm8k_strict_scores_as_worked_by_hand(text, score):
         ("first 10, then 72 apples", "72", 1),
         ("72 apples for 10 people", "72", 0),
         ("I think 72 .", "72", 1),  # a lone point is skipped
-        ("I think 72.", "72", 0),
+        ("I think 72.", "72", 1),
         ("I think 72 , then", "72", 0),  # a lone comma is not skipped: verl's quirk
-        ("1,200", "1200", 0),  # and commas stay
+        ("1,200", "1200", 1),
         ("-5", "-5", 1),
         ("...", ".", 0),
         (".", ".", 0),
@@ -69,8 +76,38 @@ def test_gsm8k_flexible_takes_the_last_number(text, truth, score):
     assert grade_gsm8k(text, truth, "flexible") == score
 
 
-def test_gsm8k_compares_a_numeric_ground_truth_as_text():
-    assert gsm8k.compute_score("openai/gsm8k", "#### 72", 72, {})["score"] == 1.0
+FORMS = ("72", 72, 72.0, " 72 ", "72.0", "1,200", "1200", 1200.0, -5, "-5.50", 0.1, 1e16, 2**70)
+"""What a ground truth may be in a file."""
+
+
+@pytest.mark.parametrize("grader", [arithmetic, gsm8k, math_grader], ids=lambda grader: grader.__name__)
+def test_a_grader_accepts_the_answer_that_it_writes_in_every_form_of_a_number(grader):
+    for truth in FORMS:
+        answer = grader.write_answer(truth)
+        assert grader.compute_score("any", answer, truth, {})["score"] == 1.0, (truth, answer)
+        wrong = grader.write_answer(7)
+        assert grader.compute_score("any", wrong, truth, {})["score"] == 0.0, truth
+
+
+@pytest.mark.parametrize("grader", [arithmetic, gsm8k, math_grader], ids=lambda grader: grader.__name__)
+@pytest.mark.parametrize("truth", [None, float("nan"), "nan", "", "  "])
+def test_no_answer_is_right_where_the_ground_truth_is_missing(grader, truth):
+    for answer in (grader.write_answer(truth), "", "#### 0", "0", str(truth)):
+        with suppress(ValueError):
+            assert grader.compute_score("any", answer, truth, {})["score"] == 0.0, answer
+
+
+def test_answers_are_written_as_the_graders_read_them():
+    assert gsm8k.write_answer(72.0) == "#### 72" and arithmetic.write_answer("72.50") == "72.5"
+    assert math_grader.write_answer(r"\frac{1}{2}") == r"\boxed{\frac{1}{2}}"
+    assert gsm8k.write_answer("1,200") == "#### 1200" and gsm8k.write_answer(1e16) == "#### 10000000000000000"
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_number_is_compared_exactly_and_written_back(number):
+    text = write_number(number)
+    assert float(text) == number and same_number(text, number) and same_number(text, text)
+    assert not same_number(text, math.nextafter(number, math.inf))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,38 @@
 """The real engine under torchrun: 1 rank, 2 ranks, tensor parallel 2; tests/rollout_worker.py is what they run."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from lib.errors import UserError
 from lib.rollout import RolloutConfig, request_seed
-from tests.ranks import torchrun
-from tests.tiny import make_model, make_tokenizer
+from tests.ranks import LIMIT_S, ROOT, torchrun
+from tests.tiny import make_model, make_questions, make_tokenizer
+
+
+@pytest.mark.parametrize(("script", "told"), [("train_grpo.py", "missing"), ("eval.py", "too old")])
+def test_a_vllm_that_is_missing_or_too_old_is_one_line_before_anything_is_loaded(tmp_path, script, told):
+    if told == "missing":
+        (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['vllm'] = None\n")
+    else:
+        (tmp_path / "vllm-0.8.5.dist-info").mkdir()
+        (tmp_path / "vllm-0.8.5.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.8.5\n")
+    make_questions(rows := tmp_path / "rows.parquet", count=4, start=0)
+    words = {
+        "train_grpo.py": ("--data.train-files", str(rows), "--run-dir", str(tmp_path / "run")),
+        "eval.py": ("--data.files", str(rows), "--output", str(tmp_path / "out.parquet"), "--generate-only", "True"),
+    }[script]
+    done = subprocess.run(
+        [sys.executable, script, "--model.path", str(tmp_path / "model"), *words], cwd=ROOT, text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith(f"error[2] vLLM is {told}; the packages of {sys.executable}; found")
+    assert "expected 0.26 or newer; pip install -r requirements.txt" in line
+
 
 LAYOUTS = {"1 rank": (1, 1), "2 ranks": (2, 1), "tensor parallel 2": (2, 2)}
 

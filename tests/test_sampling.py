@@ -11,11 +11,13 @@ import statistics
 import string
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from lib.curriculum import WEIGHTS
 from lib.dist import SINGLE
 from lib.run_folder import read_metrics
 from lib.sampling import _with_greedy_score
@@ -23,7 +25,7 @@ from lib.scoring import RewardConfig, check_error_rate
 from lib.types import Score
 from tests import sampling_rewards
 from tests.ranks import LIMIT_S, ROOT, torchrun
-from tests.sampling_worker import CASES, NUM_ALONE
+from tests.sampling_worker import CASES, CURRICULUM_CASES, NUM_ALONE
 from tests.tiny import make_model, make_questions, make_rollouts, make_tokenizer
 
 LAYOUTS = {"1 rank": (1, 1), "2 ranks": (2, 1), "tensor parallel 2": (2, 2)}
@@ -45,6 +47,7 @@ def found(tmp_path_factory):
     for layout, (num_ranks, tp_size) in LAYOUTS.items():
         out = folder / f"{num_ranks}{tp_size}.json"
         names = [name for of_layout, name in RUN if of_layout == layout]
+        names += CURRICULUM_CASES if tp_size == 1 else ()
         done = torchrun(num_ranks, "-m", "tests.sampling_worker", str(folder), str(out), str(tp_size), *names)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         results[layout] = json.loads(out.read_text())
@@ -148,7 +151,7 @@ def test_a_step_trains_on_the_oldest_groups_with_a_signal_and_counts_the_rest(fo
         assert metrics["reward/num_errors"] == sum(error for *_, error, _ in responses)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *CURRICULUM_CASES])
 def test_the_same_groups_train_on_1_and_2_ranks(found, name):
     for one, two in zip(*(found[layout]["cases"][name] for layout in ("1 rank", "2 ranks")), strict=True):
         assert one["drawn"] == two["drawn"]
@@ -165,6 +168,31 @@ def test_the_same_groups_train_on_1_and_2_ranks(found, name):
         assert [line for line in one["said"] if "dynamic" in line] == [
             line for line in two["said"] if "dynamic" in line
         ]
+
+
+@pytest.mark.parametrize("name", CURRICULUM_CASES)
+def test_a_curriculum_draws_by_what_came_of_the_prompts_before_and_counts_it(found, name):
+    """With the one reward the even rows have a signal, with the other all but the first."""
+    case, pools, drawn = CURRICULUM_CASES[name], {}, 0
+    is_mixed = {"curriculum": lambda row: row % 2 == 0, "curriculum, filtered": lambda row: row > 0}[name]
+    for step in found["1 rank"]["cases"][name]:
+        places = {r["uid"]: r["place"] for r in rollouts_of(step)}
+        metrics, drawn = step["metrics"], step["drawn"] - drawn
+        assert sum(metrics[f"curriculum/drawn_{pool}"] for pool in WEIGHTS) == drawn
+        if not case.filter_groups.enable:  # every group that was drawn is seen
+            assert list(places) == list(range(step["drawn"] - drawn, step["drawn"]))
+            of_pool = Counter(pools.get(place, "unseen") for place in places.values())
+            assert {pool: metrics[f"curriculum/drawn_{pool}"] for pool in WEIGHTS} == {p: of_pool[p] for p in WEIGHTS}
+        pools |= {place: "mixed" if is_mixed(place) else "all_right" for place in places.values()}
+        drawn = step["drawn"]
+    if case.filter_groups.enable:
+        assert metrics["curriculum/mixed"] == 5 and metrics["curriculum/all_wrong"] == 1
+    else:
+        of_pool = Counter(pools.values())
+        assert [metrics[f"curriculum/{pool}"] for pool in WEIGHTS] == [
+            24 - len(pools), of_pool["mixed"], of_pool["all_right"], 0
+        ]  # fmt: skip
+        assert of_pool["mixed"] > 5 and of_pool["all_right"] > 5
 
 
 # Which prompts have a signal is known: trained, prompts drawn so far, left over, mini-batch size, mini-batches.
@@ -202,10 +230,11 @@ def test_a_short_step_says_so_in_one_line_and_a_full_one_nothing(found):
     for name, steps in found["2 ranks"]["cases"].items():
         for step in (step for step in steps if "errors" not in step):
             lines = [line for line in step["said"] if line.startswith("here: dynamic sampling")]
-            is_short = CASES[name].filter_groups.enable and len(uids_of(step)) < CASES[name].prompts_per_step
+            case = (CASES | CURRICULUM_CASES)[name]
+            is_short = case.filter_groups.enable and len(uids_of(step)) < case.prompts_per_step
             assert len(lines) == is_short, name
             others = [line for line in step["said"] if line.startswith("here") and line not in lines]
-            assert all("the reward of" in line for line in others)
+            assert all("the reward of" in line or "reward worker(s)" in line for line in others)
     said = {name: found["2 ranks"]["cases"][name][0]["said"][0] for name in ("cap", "dropped", "unequal")}
     assert "1 of 4 groups" in said["cap"] and "2 round(s) (dropped: 7 all wrong): it trains on 1;" in said["cap"]
     assert "0 of 4" in said["dropped"] and "(dropped: 3 all right, 5 all wrong): it is skipped;" in said["dropped"]
@@ -276,6 +305,17 @@ def test_the_mean_greedy_score_is_of_the_prompts_that_have_one(found):
             some_fail += len(scores) - len(scored)
             assert all(math.isfinite(r["greedy"]) for r in rollouts_of(step) if r["score"] is not None)
         assert some_fail or name == "greedy, n 1"
+
+
+def test_workers_that_outgrow_their_memory_are_counted_and_told_and_their_scores_are_kept(found):
+    """That the scores are those of other workers is in the tests above."""
+    for layout in ("1 rank", "2 ranks"):
+        [step] = found[layout]["cases"]["greedy, n 1"]
+        assert step["metrics"]["reward/num_outgrown_workers"] == 8  # the responses, greedy ones among them
+        told = [line for line in step["said"] if "8 reward worker(s) held too much memory" in line]
+        assert len(told) == 1 and told[0].startswith("here: warning: ")
+        for step in found[layout]["cases"]["greedy"]:
+            assert step["metrics"]["reward/num_outgrown_workers"] == 0
 
 
 def test_a_greedy_response_that_timed_out_counts_as_time_out_for_its_group():

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from lib.dist import SINGLE
-from lib.errors import RewardError, UserError
+from lib.errors import RewardError, UserError, error_line
+from lib.reward_trial import check_reward
 from lib.rewards.worker import read_result
-from lib.scoring import RewardConfig, Scorer, check_error_rate, check_reward, error_counts
+from lib.scoring import RewardConfig, Scorer, check_error_rate, error_counts
 from lib.types import Rollout, Sample, Score
 from tests.ranks import free_port
 
@@ -177,6 +178,37 @@ def test_extras_keep_numbers_bools_and_strings_only():
     assert score == 1.0
     assert extras == {"acc": True, "num": 3.0, "pred": "7", "5": 6.0}
     assert extras["acc"] is True and type(extras["num"]) is float
+
+
+def test_keys_made_of_any_text_become_short_printable_names(tmp_path):
+    texts = ["\ud800 half", "two\nlines", "\x1b[2Jclear", "\u202ereversed", "long " * 1000, "7"]
+    body = "return {'score': 1, solution_str: 2, 5: 3, 'why ' + solution_str: 'so'}"
+    scores = score_all(RewardConfig(path=write(tmp_path, body), num_workers=1), texts)
+    assert [next(iter(score.extras)) for score in scores[:4]] == [
+        *("\\ud800 half", "two lines", "\\x1b[2Jclear", "\\u202ereversed"),
+    ]
+    for score in scores:
+        assert score.score == 1.0 and list(score.extras.values()) == [2.0, 3.0, "so"] and "5" in score.extras
+        assert all(name.isprintable() and len(name) <= 100 for name in score.extras)
+
+
+def test_what_an_error_quotes_is_printable_and_short(tmp_path):
+    body = """
+    if solution_str == "many":
+        return {"score": 1, **{str(i): i for i in range(1000)}}
+    if solution_str == "keys":
+        return {"\\x1b[31m" + str(i): i for i in range(1000)}
+    raise ValueError("bad answer " + solution_str)
+    """
+    texts = ["many", "keys", "\x1b[2J\x07 \ud800\n\x9bA" + "x" * 1000]
+    scores = score_all(RewardConfig(path=write(tmp_path, body), num_workers=1), texts)
+    assert scores[0].error.startswith("ValueError: returned a dict with 1001 keys, expected at most 1000")
+    assert "without the key 'score'; found \\x1b[31m0, \\x1b[31m1" in scores[1].error
+    assert scores[2].error.startswith("ValueError: bad answer \\x1b[2J\\x07 \\ud800 \\x9bAxxx")
+    assert all(score.error.isprintable() and len(score.error) < 700 for score in scores)
+    with pytest.raises(RewardError, match=r"bad answer .x1b") as caught:
+        check_error_rate([make_rollout(score=score) for score in scores[2:]], RewardConfig(), SINGLE)
+    assert error_line(caught.value).isprintable()
 
 
 # ---- Checks at start ----

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lib import scoring
 from lib.scoring import RewardConfig, Scorer
 from lib.types import Score
 from tests.test_scoring import ROOT, make_rollout, score_all, write
@@ -115,19 +116,38 @@ def test_five_hung_responses_do_not_block_the_others(tmp_path):
         scorer.collect()
 
 
-def test_a_hung_worker_and_its_children_are_gone_after_the_limit(tmp_path):
-    body = """
-    import os, subprocess, time
-    child = subprocess.Popen(["sleep", "600"])
-    with open(ground_truth, "w") as file:
-        file.write(f"{os.getpid()} {child.pid}")
-    time.sleep(600)
-    """
-    pids = tmp_path / "pids"
-    cfg = RewardConfig(path=write(tmp_path, body), num_workers=1, timeout_s=5.0)
-    [score] = score_all(cfg, ["x"], truth=str(pids))
-    assert score.error == "timed out after 5 s"
-    for pid in pids.read_text().split():
+OFFSPRING = """
+import os, subprocess, sys, time
+
+SLEEP = ["sleep", "600"]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    child, leader = subprocess.Popen(SLEEP), subprocess.Popen(SLEEP, start_new_session=True)
+    code = "import os, sys; os.fork() and os._exit(0); os.setsid(); print(os.getpid(), file=open(sys.argv[1], 'w'), "
+    code += "flush=True); os.execvp('sleep', ['sleep', '600'])"
+    subprocess.run([sys.executable, "-c", code, ground_truth + "/orphan"])
+    while not (os.path.exists(ground_truth + "/orphan") and open(ground_truth + "/orphan").read()):
+        time.sleep(0.01)
+    with open(ground_truth + "/pids", "w") as file:
+        print(os.getpid(), child.pid, leader.pid, open(ground_truth + "/orphan").read(), file=file)
+    if solution_str == "hang":
+        time.sleep(600)
+    if solution_str == "crash":
+        os.abort()
+    return 1
+"""
+"""Starts a child, one in a session of its own, and one in a session of its own whose parent has ended."""
+
+
+@pytest.mark.parametrize("how", ["hang", "crash", "close"])
+def test_all_that_a_worker_started_ends_with_it(tmp_path, how):
+    cfg = RewardConfig(path=write(tmp_path, OFFSPRING), num_workers=1, timeout_s=5.0 if how == "hang" else 60.0)
+    [score] = score_all(cfg, [how], truth=str(tmp_path))
+    error = {"hang": "timed out after 5 s", "crash": "the reward worker was killed by SIGABRT", "close": None}[how]
+    assert score.error == error
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 4
+    for pid in pids:
         wait_for(partial(has_ended, int(pid)))
 
 
@@ -147,27 +167,52 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_workers_die_with_a_trainer_that_is_killed(tmp_path):
-    body = """
-    import os, time
-    with open(ground_truth, "w") as file:
-        file.write(str(os.getpid()))
-    while True:
-        time.sleep(1)
-    """
-    pid = tmp_path / "pid"
+def test_workers_and_what_they_started_die_with_a_trainer_that_is_killed(tmp_path):
+    pids = tmp_path / "pids"
     trainer = f"""
 import time
 from tests.test_scoring import RewardConfig, Scorer, make_rollout
-scorer = Scorer(RewardConfig(path={write(tmp_path, body)!r}, num_workers=2, timeout_s=600.0), {{"mine"}})
-scorer.submit(make_rollout(truth={str(pid)!r}), "x")
+scorer = Scorer(RewardConfig(path={write(tmp_path, OFFSPRING)!r}, num_workers=2, timeout_s=600.0), {{"mine"}})
+scorer.submit(make_rollout(truth={str(tmp_path)!r}), "hang")
 time.sleep(600)
 """
     process = subprocess.Popen([sys.executable, "-c", trainer], cwd=ROOT)
-    wait_for(lambda: pid.exists() and pid.read_text())
+    wait_for(lambda: pids.exists() and pids.read_text().endswith("\n"))
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    wait_for(partial(has_ended, int(pid.read_text())))
+    for pid in pids.read_text().split():
+        wait_for(partial(has_ended, int(pid)))
+
+
+LEAK = """
+held = []
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    held.append(b"x" * int(solution_str) * 2**20)
+    return {"score": len(held)}
+"""
+
+
+def score_with_leak(folder: Path, mib: list[int], **options) -> tuple[list[float], int]:
+    """The scores of responses that leak so many MiB each, which count since their worker's start; workers replaced."""
+    cfg = RewardConfig(path=write(folder, LEAK), num_workers=1, **options)
+    with closing(Scorer(cfg, {"mine"})) as scorer:
+        for i, size in enumerate(mib):
+            scorer.submit(make_rollout(i), str(size))
+        return [rollout.score.score for rollout in scorer.collect()], scorer.num_outgrown
+
+
+def test_a_worker_that_leaks_is_replaced_and_no_score_is_lost(tmp_path):
+    scores, num_replaced = score_with_leak(tmp_path, [50] * 7, max_memory_gib=0.13)
+    assert scores == [1, 2, 3, 1, 2, 3, 1] and num_replaced == 2
+    assert score_with_leak(tmp_path, [50] * 7) == ([1, 2, 3, 4, 5, 6, 7], 0)
+
+
+def test_without_a_limit_a_worker_is_replaced_beyond_8_gib_and_ten_times_its_first_memory(tmp_path, monkeypatch):
+    assert (scoring.GROWN_GIB, scoring.GROWN_TIMES) == (8, 10)
+    monkeypatch.setattr(scoring, "GROWN_GIB", 0.13)
+    assert score_with_leak(tmp_path, [150, 0, 0]) == ([1, 2, 3], 0)  # what the first response loads is no leak
+    scores, num_replaced = score_with_leak(tmp_path, [0] + [100] * 5)
+    assert scores[:3] == [1, 2, 3] and num_replaced == 1 and sorted(scores) != [1, 2, 3, 4, 5, 6]
 
 
 def test_function_cannot_change_the_trainers_data_or_the_next_response(tmp_path):

@@ -15,6 +15,7 @@ from lib.selection import (
     best_candidates,
     choose,
     covariances,
+    exact_sum,
     mark,
     select_by_covariance,
     token_hashes,
@@ -28,7 +29,7 @@ BETWEEN = (-0.2, 1.5)
 KINDS = pytest.mark.parametrize("between", [None, BETWEEN], ids=["highest", "drawn"])
 
 
-def step_batch(seed, rows=9, steps=7, levels=None):
+def step_batch(seed, rows=9, steps=7, levels=None, scale=1.0):
     """A ragged mini-batch with holes, an excluded row, one advantage per row; few different values make ties."""
     generator = torch.Generator().manual_seed(seed)
     lens = torch.randint(0, steps + 1, (rows, 1), generator=generator)
@@ -37,7 +38,7 @@ def step_batch(seed, rows=9, steps=7, levels=None):
     log_probs, advantages = torch.randn(2, rows, steps, generator=generator)
     if levels:
         log_probs, advantages = (torch.round(x * levels) / levels for x in (log_probs, advantages))
-    advantages = advantages[:, :1].expand(rows, steps)
+    advantages = scale * advantages[:, :1].expand(rows, steps)
     poison = torch.where(mask, 0.0, math.nan)
     batch = batch_of(mask, advantages=advantages + poison, old_log_probs=log_probs - 3 + poison)
     return batch.with_(uids=torch.arange(rows) // 3 + 2**40, indices=torch.arange(rows) % 3)
@@ -50,7 +51,7 @@ def places(batch, selected):
 def select_over(parts, ratio, between):
     """What `select_by_covariance` does on every rank, without processes."""
     sums = sum(token_sums(part) for part in parts)
-    k = max(1, int(ratio * int(sums[0])))
+    k = max(1, int(ratio * int(sums[0, 0])))
     found = []
     for part in parts:
         cov = covariances(part, sums)
@@ -84,7 +85,7 @@ def slow_selection(batch, ratio, between):
     ]
     if not tokens:
         return set()
-    means = [float(Fraction(sum(round(token[i] * 2**20) for token in tokens), len(tokens) * 2**20)) for i in (3, 4)]
+    means = [float(sum(Fraction(token[i]) for token in tokens) / len(tokens)) for i in (3, 4)]
     keys = []
     for uid, index, position, advantage, log_prob in tokens:
         cov = (advantage - means[0]) * (log_prob - means[1])
@@ -93,6 +94,26 @@ def slow_selection(batch, ratio, between):
         elif between[0] < cov < between[1]:
             keys.append((slow_hash(uid, index, position), uid, index, position))
     return {key[-3:] for key in sorted(keys)[: max(1, math.floor(ratio * len(tokens)))]}
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1e14, 1e37])
+@KINDS
+def test_selection_matches_a_slow_loop_whatever_the_size_of_advantages(scale, between):
+    """A sum of fixed digits loses small ones, and overflows with large ones."""
+    for seed in range(6):
+        batch = step_batch(seed, scale=scale)
+        bounds = between and (between[0] * scale, between[1] * scale)
+        selected = select_by_covariance(batch, SINGLE, ratio=0.3, between=bounds)
+        assert places(batch, selected) == slow_selection(batch, 0.3, bounds) != set()
+        parts = [batch.rows(torch.arange(start, 9, 2).flip(0)) for start in (0, 1)]
+        assert select_over(parts, 0.3, bounds) == places(batch, selected)
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=40))
+def test_a_sum_is_exact(numbers):
+    limbs = exact_sum(torch.tensor(numbers, dtype=torch.float32)).tolist()
+    assert Fraction(sum(limb << 32 * k for k, limb in enumerate(limbs)), 2**149) == sum(map(Fraction, numbers))
 
 
 @KINDS

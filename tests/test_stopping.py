@@ -5,16 +5,21 @@ import os
 import signal
 import time
 from contextlib import closing, suppress
+from datetime import timedelta
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore, TCPStore
 
 from eval import EvalScriptConfig
 from lib.config import parse_args
-from lib.dist import SINGLE
+from lib.dist import ATTEMPT, SINGLE
 from lib.errors import Stopped, UserError
 from lib.eval_model import find_model
+from lib.messages import Messages
 from lib.scoring import RewardConfig, Scorer
-from lib.stopping import ECHO_S, Stopper
+from lib.stopping import ECHO_S, POLL_S, Stopper
 from lib.tracking import read_metrics
 from tests.ranks import LIMIT_S, ROOT, Job
 from tests.stopping_worker import SLOW_REWARD, response
@@ -68,6 +73,37 @@ def test_a_signal_to_all_processes_at_once_is_one_request(tmp_path):
         assert running.wait() == 1
         assert status(tmp_path)["error"] in ("SIGTERM on rank 0", "SIGTERM on rank 1")
         assert "exits at once" not in running.stderr and "SIGKILL" not in running.stderr
+        running.wait_for_all()
+
+
+def test_what_a_stranger_writes_into_the_store_neither_stops_a_run_nor_keeps_it_from_stopping(tmp_path):
+    with job(tmp_path, "wait_for_another") as running:
+        [rank, _] = running.until(lambda: notes(tmp_path))
+        store = TCPStore(*rank["store"], timeout=timedelta(seconds=LIMIT_S))
+        for name in ("failed", "request"):
+            store.set(f"lockstep/0/stop/{name}", '["a stranger", 0]')
+        running.until(lambda: "is ignored; " in running.stderr)
+        for text in (b"\xff\x00", b"null", b"[" * 10_000):
+            store.set("lockstep/0/stop/request", text)
+            time.sleep(3 * POLL_S)
+        assert status(tmp_path)["state"] == "running"
+        os.kill(rank["pid"], signal.SIGTERM)
+        assert running.wait() == 1
+        assert status(tmp_path) == stopped("SIGTERM on rank 0", step=1)
+        assert running.stderr.count("exitcode  : 143") == 2 and running.stderr.count("is ignored; ") == 1
+
+
+@pytest.mark.parametrize("case", ["wait_for_another", "hang"])
+def test_a_rank_that_is_killed_is_named_by_another_in_one_line(tmp_path, case):
+    """Rank 0 waits for it in a collective, or never comes to one."""
+    with job(tmp_path, case) as running:
+        os.kill(running.until(lambda: notes(tmp_path))[1]["pid"], signal.SIGKILL)
+        assert running.wait() == 1
+        [line] = [line for line in running.stderr.splitlines() if line.startswith("error[")]
+        assert line.startswith("error[1] rank 1 was killed by SIGKILL; ") and "it may have been memory" in line
+        assert str(ROOT / "lib") not in running.stderr  # no traceback
+        if case == "wait_for_another":
+            assert status(tmp_path) == stopped(line, step=1) | {"state": "failed"}
         running.wait_for_all()
 
 
@@ -178,6 +214,14 @@ def test_a_step_is_only_begun_when_it_and_a_save_end_before_the_limit():
     assert "1 minutes: a step of up to 59 s and a save of up to 2 s" in str(reason)
 
 
+def test_a_clock_that_is_set_moves_no_time_limit(monkeypatch):
+    for leap_s in (86400.0, -86400.0):
+        stopper, clock = Stopper(SINGLE, max_minutes=1.0), time.time
+        monkeypatch.setattr(time, "time", lambda leap_s=leap_s, clock=clock: clock() + leap_s)
+        assert stopper.step_ended(5.0, save_s=0.5) is None
+        assert stopper.step_ended(59.0, save_s=2.0) is not None
+
+
 def test_a_save_of_unknown_length_is_taken_to_be_as_long_as_a_step():
     stopper = Stopper(SINGLE, max_minutes=1.0)
     assert stopper.step_ended(29.0, save_s=0.0) is None
@@ -191,6 +235,36 @@ def test_without_a_limit_or_a_signal_nothing_stops():
         pass
     with pytest.raises(AssertionError, match="broke off"), stopper.together():
         raise Stopped("alone")
+
+
+@settings(max_examples=200)
+@given(found=st.binary() | st.text(alphabet="[]{}0", max_size=5000).map(str.encode))
+def test_a_message_is_none_whatever_bytes_stand_for_it(found):
+    store = HashStore()
+    messages = Messages(store, b"key", rank=0)
+    messages.post("request", "stop")
+    store.set("request", found)
+    assert messages.read("request") is None and messages.refused in (found, None)
+    messages.post("request", "stop")
+    assert messages.read("request") == "stop"
+
+
+def test_a_message_that_is_copied_or_of_another_attempt_is_none(monkeypatch):
+    store = HashStore()
+    first, second = Messages(store, b"key", rank=0), Messages(store, b"key", rank=1)
+    assert second.read("request") is None
+    first.post("request", "stop")
+    old = store.get("request")
+    assert second.read("request") == "stop" and second.refused is None
+    store.set("failed", old)
+    assert second.read("failed") is None and second.refused == old
+    first.post("request", "another")
+    assert second.read("request") == "another"
+    store.set("request", old)
+    assert second.read("request") is None  # put back
+    assert Messages(store, b"another key", rank=1).read("request") is None
+    monkeypatch.setenv(ATTEMPT, "1")
+    assert Messages(store, b"key", rank=1).read("request") is None
 
 
 def test_handlers_are_put_back_and_ignored_signals_stay_ignored():

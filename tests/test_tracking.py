@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from lib.config import reporting_errors
 from lib.console import StartupTimer, format_table, plot_learning_curve
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.run_folder import read_metrics
+from lib.run_folder import read_metrics, step_files
 from lib.tracking import Run, TrackingConfig
 from tests.ranks import LIMIT_S, free_port
 
@@ -119,7 +120,8 @@ shutdown_distributed()
     assert read_json(run / "config.json") == {"seed": 1}
     assert [row["step"] for row in read_metrics(run)] == [0, 1, 2, 2]
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    names = {"config.json", "metrics.jsonl", "tensorboard", "learning_curve.png", "samples", "logs", "status.json"}
+    names = {"config.json", "metrics.jsonl", "tensorboard", "learning_curve.png", "samples", "logs", "status.json",
+             "rollouts"}  # fmt: skip
     assert {path.name for path in run.iterdir()} == names
     assert tensorboard_scalars(run, "critic/score/mean") == {1: pytest.approx(0.1), 2: pytest.approx(0.2)}
 
@@ -255,6 +257,7 @@ def test_what_is_written_again_is_moved_aside_and_what_is_not_the_runs_stays(tmp
         for step in (1, 2, 3, 4):
             run.log(step, {"x": math.nan})
             run.save_samples(step, [{"uid": step}])
+            run.save_rollouts(step, b"PAR1")
     (samples / "step_4.bak.jsonl").write_text("mine")
     metrics = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(metrics.replace("\n", "\n\n"))  # an editor's blank lines
@@ -266,6 +269,9 @@ def test_what_is_written_again_is_moved_aside_and_what_is_not_the_runs_stays(tmp
     names = sorted(path.name.split(".replaced-")[0] for path in samples.iterdir())
     assert names == ["step_1.jsonl", "step_2.jsonl", "step_3.jsonl", "step_4.bak.jsonl", "step_4.jsonl"]
     assert sorted(path.name for path in samples.glob("*.jsonl")) == ["step_1.jsonl", "step_2.jsonl", "step_4.bak.jsonl"]
+    names = sorted(path.name.split(".replaced-")[0] for path in (folder / "rollouts").iterdir())
+    assert names == [f"step_{step}.parquet" for step in (1, 2, 3, 4)]
+    assert [step for step, _ in step_files(folder / "rollouts", "parquet")] == [1, 2]
     said = capfd.readouterr().out
     assert f"what the run had written of steps after 2 is moved aside: {aside.name}, samples/step_3.jsonl.rep" in said
 
@@ -284,6 +290,17 @@ def test_a_damaged_line_of_metrics_is_named_before_anything_is_changed(tmp_path,
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_the_newest_fifty_files_of_rollouts_stay(tmp_path):
+    with open_run(tmp_path / "r") as run:
+        (run.dir / "rollouts" / "step_3.mine.parquet").write_text("mine")
+        for step in (1, *range(5, 300, 5)):
+            run.save_rollouts(step, b"PAR1")
+        run.save_rollouts(300, b"")  # a step that was skipped
+    kept = [step for step, _ in step_files(tmp_path / "r" / "rollouts", "parquet")]
+    assert kept == list(range(50, 300, 5))
+    assert (tmp_path / "r" / "rollouts" / "step_3.mine.parquet").exists()
+
+
 def test_samples_are_appended_and_a_few_are_shown(tmp_path, capfd):
     row = {"uid": 1, "data_source": "s", "prompt": "1+1\n=", "response": "2" * 100, "ground_truth": "2"}
     row |= {"score": None, "extras": {"acc": math.nan}, "finish_reason": "length"}
@@ -296,6 +313,28 @@ def test_samples_are_appended_and_a_few_are_shown(tmp_path, capfd):
     assert "é" in lines[2]
     said = capfd.readouterr().out
     assert said.count("1+1\\n= -> 222") == 1 and "2" * 60 not in said and "length" in said
+
+
+def test_what_a_terminal_would_obey_reaches_it_as_text(tmp_path, capfd):
+    harmful = "\x1b[2J\x07\r\x9b31m \ud800 \u202e"
+    row = {"uid": 1, "data_source": "s", "prompt": harmful, "response": harmful, "ground_truth": harmful}
+    row |= {"score": 1.0, "extras": {harmful: 1.0}, "finish_reason": harmful}
+    with pytest.raises(KeyError), open_run(tmp_path / "r") as run:
+        run.say(f"two\nlines {harmful}")
+        run.say_once("topic", "once")
+        run.say_once("topic", "twice")
+        run.log(1, {"val-core/\x1b[2J/\x1b[2J/mean@1": 1.0, "critic/score/mean": 1.0})
+        run.save_samples(1, [row], show=1)
+        raise KeyError(harmful)
+    with pytest.raises(SystemExit), reporting_errors():
+        raise UserError(f"bad; {harmful}")
+    with pytest.raises(SystemExit), reporting_errors():
+        raise RuntimeError(harmful)
+    out, err = capfd.readouterr()
+    assert "two\nlines \\x1b[2J\\x07\\r\\x9b31m \\ud800 \\u202e\n" in out
+    assert out.count("once") == 1 and "twice" not in out
+    assert "error[2] bad; \\x1b[2J" in err and "RuntimeError: \\x1b[2J" in err
+    assert all(sign.isprintable() or sign == "\n" for sign in out + err)
 
 
 def test_no_secret_of_the_environment_reaches_a_file_or_the_terminal(tmp_path, capfd, monkeypatch):

@@ -7,6 +7,8 @@ guess and forget the carry of the units: 65. `recipes/prepare_arithmetic.py` wri
 
 from typing import Any
 
+from lib.rewards.numbers import same_number, write_number
+
 DATA_SOURCE = "arithmetic"
 OPERANDS = range(10, 100)
 
@@ -29,7 +31,12 @@ def sum_without_carry(a: int, b: int) -> int:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """{score, acc, pred: what follows the last comma}: 1 if pred is the ground truth, letter by letter, else 0."""
+    """{score, acc, pred: what follows the last comma}: 1 if pred is the ground truth's number, else 0."""
     pred = solution_str.rpartition(",")[2]
-    acc = float(pred == str(ground_truth))
+    acc = float(same_number(pred, ground_truth))
     return {"score": acc, "acc": acc, "pred": pred}
+
+
+def write_answer(ground_truth: Any) -> str:
+    """A response that is right: `72`."""
+    return write_number(ground_truth)

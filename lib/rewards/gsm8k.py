@@ -1,10 +1,13 @@
-"""GSM8K: is the number after the last `####` (or the last number at all) the ground truth, letter by letter?
+"""GSM8K: is the number after the last `####` (or the last number at all) the ground truth?
 
-verl's rules, with its quirks, so that scores compare. Cobbe et al., https://arxiv.org/abs/2110.14168, for the format.
+verl's rules of where the answer stands, with their quirks. It is compared as a number, where verl compares text.
+Cobbe et al., https://arxiv.org/abs/2110.14168, for the format.
 """
 
 import re
 from typing import Any
+
+from lib.rewards.numbers import same_number, write_number
 
 TAIL_LEN = 300  # characters of the response that are read; the answer stands at the end
 STRICT = re.compile(r"#### (-?[0-9.,]+)")
@@ -16,14 +19,19 @@ def compute_score(
 ) -> dict[str, Any]:
     """{score, pred: the extracted answer, "" without one}.
 
-    The score is 1.0 when the answer equals the ground truth as text ("72." and "72.0" are not "72"), else 0.0.
+    The score is 1.0 when the answer is the ground truth's number ("72." and "72.0" are 72), else 0.0.
     `method`: "strict" (`#### 72`) or "flexible" (the last number): --reward.kwargs '{"method": "flexible"}'.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f'method={method!r}, expected "strict" or "flexible"')
     extract = extract_strict if method == "strict" else extract_flexible
     answer = extract(solution_str)
-    return {"score": float(answer == str(ground_truth)), "pred": answer or ""}
+    return {"score": float(answer is not None and same_number(answer, ground_truth)), "pred": answer or ""}
+
+
+def write_answer(ground_truth: Any) -> str:
+    """A response that both methods accept: `#### 72`."""
+    return f"#### {write_number(ground_truth)}"
 
 
 def extract_strict(solution_str: str) -> str | None:

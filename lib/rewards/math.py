@@ -9,20 +9,33 @@ import logging
 from functools import lru_cache
 from typing import Any
 
+from lib.rewards.numbers import write_number
+
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict) -> dict[str, Any]:
     r"""{score: 1.0 or 0.0, acc: bool, pred: the answer as found, "" without one}.
 
-    `ground_truth` is the answer without `\boxed{}`. Raises ValueError when math-verify reads nothing in it.
+    `ground_truth` is the answer without `\boxed{}`. Raises ValueError when there is none (null, NaN), or math-verify
+    reads nothing in it.
     """
     from math_verify import verify
 
-    gold = _parse_gold(str(ground_truth))
-    if not gold:
+    text = _as_text(ground_truth)
+    missing = ground_truth is None or text.lower() == "nan"  # math-verify would read products of letters
+    if missing or not (gold := _parse_gold(text)):
         raise ValueError(f"math-verify finds no expression in the ground truth {ground_truth!r}")
     found = _parse(solution_str)
     correct = bool(found) and verify(gold, found, timeout_seconds=None)
     return {"score": float(correct), "acc": bool(correct), "pred": str(found[-1]) if found else ""}
+
+
+def write_answer(ground_truth: Any) -> str:
+    r"""A response that is right: `\boxed{72}`."""
+    return f"\\boxed{{{_as_text(ground_truth)}}}"
+
+
+def _as_text(ground_truth: Any) -> str:
+    return write_number(ground_truth) if isinstance(ground_truth, float) else str(ground_truth)
 
 
 @lru_cache(maxsize=64)  # the responses of a group share their ground truth

@@ -1,12 +1,11 @@
-"""The process that runs reward functions, one response at a time: started, timed and killed by lib/scoring.py.
+"""The process that runs reward functions, one response at a time: started, timed and ended by lib/scoring.py.
 
-Imports the standard library only, so that it starts in milliseconds, and never the trainer: the user's file is
+Imports little but the standard library, so that it starts in milliseconds, and never the trainer: the user's file is
 compiled and run here. Requests are pickled (the trainer's own data), replies are JSON (nothing the reward code returns
 is unpickled in the trainer), both on a descriptor of their own, so prints cannot disturb them. It is no sandbox: the
 reward file is the operator's code.
 """
 
-import ctypes
 import importlib
 import inspect
 import io
@@ -15,7 +14,6 @@ import math
 import os
 import pickle
 import random
-import resource
 import signal
 import struct
 import sys
@@ -25,12 +23,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, BinaryIO
 
+from lib.errors import printable
+from lib.rewards.keeper import fork_behind_keeper
+from lib.secret_values import BlankedText, blank, remember
+
 MODULE = "reward_file"  # name under which the user's file is imported; not __main__, so a recipe does not start a run
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 LOG_LIMIT = 4 * 1024**2  # bytes of prints kept per worker process
 MOST = 3.4e38  # what float32 holds
 MAX_TEXT = 10_000  # characters kept of a string that a reward function returns
-PR_SET_PDEATHSIG = 1
+MAX_KEYS, MAX_KEY_LEN = 1000, 100  # of a dict that it returns; keys name metrics, and may be text of the model
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class StartError(Exception):
@@ -38,23 +41,22 @@ class StartError(Exception):
 
 
 def main(fd: int, parent: int) -> None:
-    """Serves requests on descriptor `fd` until the process `parent` closes it or dies."""
-    _die_with(parent)
+    """Serves requests on descriptor `fd` until the process `parent` closes it, sends END or dies."""
+    fork_behind_keeper(fd, parent)
     _outlive_requests_to_stop()
     os.set_inheritable(fd, False)
     requests, replies = os.fdopen(fd, "rb"), os.fdopen(fd, "wb", closefd=False)
     spec = pickle.loads(read_frame(requests))
     output = _CappedFile(spec["log_path"])
-    sys.stdout = sys.stderr = io.TextIOWrapper(
-        io.BufferedWriter(output), line_buffering=True, errors="backslashreplace"
-    )
+    remember(spec["kwargs"])
+    sys.stdout = sys.stderr = BlankedText(io.BufferedWriter(output), line_buffering=True, errors="backslashreplace")
     try:
-        functions = _load(spec)
+        graders = _load(spec)
     except StartError as error:
         write_frame(replies, {"start_error": str(error)})
         return
     write_frame(replies, {"warnings": _import_warnings(output)})
-    score = _Scoring(functions, spec["kwargs"])
+    score = _Scoring(graders, spec["kwargs"])
     own_pid, home = os.getpid(), os.getcwd()
     while (request := read_frame(requests)) is not None:
         job, seed, arguments = pickle.loads(request)
@@ -62,7 +64,7 @@ def main(fd: int, parent: int) -> None:
         reply = score(arguments)
         if os.getpid() != own_pid:  # a child that the reward function forked and forgot
             os._exit(1)
-        write_frame(replies, {"job": job, **reply})
+        write_frame(replies, {"job": job, "memory": _memory_bytes(), **reply})
         with suppress(OSError):
             os.chdir(home)
 
@@ -84,14 +86,12 @@ def write_frame(stream: BinaryIO, message: dict) -> None:
     stream.flush()
 
 
-def _die_with(parent: int) -> None:
-    """Asks the kernel to kill this process with the trainer, and first when memory runs out; without a core file."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def _memory_bytes() -> int:
+    """What this process holds alone, without files that it maps; 0 where the system does not say."""
+    with suppress(OSError), open("/proc/self/statm") as file:
+        resident, shared = map(int, file.read().split()[1:3])
+        return (resident - shared) * PAGE
+    return 0
 
 
 def _outlive_requests_to_stop() -> None:
@@ -150,11 +150,21 @@ class _CappedFile(io.RawIOBase):
 # ---- Loading ----
 
 
-def _load(spec: dict[str, Any]) -> dict[str | None, Callable]:
-    """{data source: function}; for the user's file {None: function}, for any data source."""
+Grader = tuple[Callable, Callable | None]
+"""The function that scores, and, where there is one, `write_answer`: ground truth -> a response that is right."""
+
+
+def _load(spec: dict[str, Any]) -> dict[str | None, Grader]:
+    """{data source: grader}; for the user's file {None: grader}, for any data source."""
     if spec["path"] is not None:
-        return {None: _load_file(spec)}
+        function = _load_file(spec)
+        return {None: (function, _answer_writer(sys.modules[MODULE]))}
     return {source: _load_grader(source, module, spec["kwargs"]) for source, module in spec["graders"].items()}
+
+
+def _answer_writer(module: Any) -> Callable | None:
+    found = getattr(module, "write_answer", None)
+    return found if callable(found) else None
 
 
 def _load_file(spec: dict[str, Any]) -> Callable:
@@ -183,7 +193,7 @@ def _load_file(spec: dict[str, Any]) -> Callable:
     return function
 
 
-def _load_grader(data_source: str, module: str, kwargs: dict[str, Any]) -> Callable:
+def _load_grader(data_source: str, module: str, kwargs: dict[str, Any]) -> Grader:
     """A built-in grader, after a first call: its imports must not count against a response's time limit."""
     where = f"data source {data_source}"
     try:
@@ -202,7 +212,7 @@ def _load_grader(data_source: str, module: str, kwargs: dict[str, Any]) -> Calla
             f"the built-in grader {module} does not run; {where}; {describe(error)}; expected it to grade the response "
             "'0'; check --reward.kwargs, and install what requirements.txt names"
         ) from error
-    return function
+    return function, _answer_writer(sys.modules[module])
 
 
 def _check_signature(function: Callable, kwargs: dict[str, Any], where: str) -> None:
@@ -237,24 +247,37 @@ def _import_warnings(output: _CappedFile) -> list[str]:
 class _Scoring:
     """Calls the function of a request's data source and puts what it did into a reply."""
 
-    def __init__(self, functions: dict[str | None, Callable], kwargs: dict[str, Any]) -> None:
-        self.functions = functions
+    def __init__(self, graders: dict[str | None, Grader], kwargs: dict[str, Any]) -> None:
+        self.graders = graders
         self.kwargs = kwargs
         self.runner: Any = None  # one event loop for the process: clients that a function keeps stay usable
 
     def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """{score, extras, error} for one response; never raises."""
-        function = self.functions.get(None) or self.functions.get(arguments["data_source"])
+        """{score, extras, error} for one response; never raises. Without a response, see `_try_answer`."""
+        source = arguments["data_source"]
         try:
-            if function is None:
-                raise LookupError(f"no grader for data source {arguments['data_source']!r}")
-            value = function(**arguments, **self.kwargs)
-            if inspect.isawaitable(value):
-                value = self._wait_for(value)
-            score, extras = read_result(value)
+            grader = self.graders.get(None) or self.graders.get(source)
+            if grader is None:
+                raise LookupError(f"no grader for data source {source!r}")
+            act = self._score if arguments["solution_str"] is not None else self._try_answer
+            score, extras = act(grader, arguments)
         except BaseException as error:  # also sys.exit: the text tells more than a dead worker
             return {"score": None, "extras": {}, "error": describe(error)}
         return {"score": score, "extras": extras, "error": None}
+
+    def _score(self, grader: Grader, arguments: dict[str, Any]) -> tuple[float | None, dict]:
+        value = grader[0](**arguments, **self.kwargs)
+        return read_result(self._wait_for(value) if inspect.isawaitable(value) else value)
+
+    def _try_answer(self, grader: Grader, arguments: dict[str, Any]) -> tuple[float | None, dict]:
+        """(1 if the answer that the grader writes itself scores more than an empty response, else 0; {answer: it});
+        (None, {}) where the grader writes none."""
+        if grader[1] is None:
+            return None, {}
+        answer = str(grader[1](arguments["ground_truth"]))
+        scores = [self._score(grader, {**arguments, "solution_str": text})[0] for text in (answer, "")]
+        best, least = (-math.inf if score is None else score for score in scores)
+        return float(best > least), {"answer": answer[:MAX_TEXT]}
 
     def _wait_for(self, awaitable: Any) -> Any:
         import asyncio
@@ -270,21 +293,25 @@ def read_result(value: Any) -> tuple[float | None, dict[str, float | str | bool]
     """(score, extras) from what a reward function returned: a number, None (declined), or a dict with key `score`.
 
     Numbers are Python's, numpy's or torch's, of one element. Extras that are neither finite numbers, bools nor strings
-    are left out. Raises TypeError or ValueError for anything else.
+    are left out; keys become printable and short. Raises TypeError or ValueError for anything else.
     """
     if not isinstance(value, dict):
         return _read_number(value), {}
+    if len(value) > MAX_KEYS:
+        raise ValueError(f"returned a dict with {len(value)} keys, expected at most {MAX_KEYS}")
     if "score" not in value:
-        raise TypeError(f"returned a dict without the key 'score'; found {', '.join(map(str, value)) or 'no keys'}")
+        found = _shorten(", ".join(map(str, value)), 200)
+        raise TypeError(f"returned a dict without the key 'score'; found {found or 'no keys'}")
     extras: dict[str, float | str | bool] = {}
     for key, entry in value.items():
+        name = _shorten(str(key), MAX_KEY_LEN)
         if isinstance(entry, bool):
-            extras[str(key)] = entry
+            extras[name] = entry
         elif isinstance(entry, str):
-            extras[str(key)] = str(entry)[:MAX_TEXT]
+            extras[name] = str(entry)[:MAX_TEXT]
         elif entry is not None:
             with suppress(TypeError, ValueError):
-                extras[str(key)] = _read_number(entry)
+                extras[name] = _read_number(entry)
     extras.pop("score", None)
     return _read_number(value["score"]), extras
 
@@ -308,10 +335,10 @@ def describe(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__, limit=-8)
         if frame.filename != __file__ and not frame.filename.startswith("<frozen") and "/asyncio/" not in frame.filename
     ]
-    text = _shorten(" ".join(traceback.format_exception_only(error)), 300)
+    text = _shorten(blank(" ".join(traceback.format_exception_only(error))), 300)  # while secrets are whole
     return f"{text} [{' > '.join(frames[-3:])}]" if frames else text
 
 
 def _shorten(text: str, limit: int) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return printable(text if len(text) <= limit else text[: limit - 3] + "...")

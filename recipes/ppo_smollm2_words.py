@@ -1,0 +1,40 @@
+"""PPO (https://arxiv.org/abs/1707.06347) on arithmetic in words with SmolLM2-135M-Instruct: minutes on a GPU.
+
+    python -m recipes.smollm2_from_package && python -m recipes.prepare_arithmetic_words
+    torchrun --nproc_per_node=1 -m recipes.ppo_smollm2_words
+
+Differs from grpo_smollm2_words: one response to each of eight times the prompts, and advantages from a critic that
+starts from the same weights and learns alone in the first ten steps.
+"""
+
+from lib.config import parse_cli
+from lib.critic import CriticConfig
+from lib.data import DataConfig
+from lib.evaluate import EvalConfig
+from lib.model import ModelConfig
+from lib.optim import OptimConfig
+from lib.rollout import RolloutConfig
+from train_ppo import PPOConfig, main
+
+config = PPOConfig(
+    model=ModelConfig(path="models/smollm2-135m"),
+    data=DataConfig(
+        train_files=("data/arithmetic_words/train.parquet",),
+        val_files=("data/arithmetic_words/val.parquet",),
+        max_prompt_len=96,
+    ),
+    rollout=RolloutConfig(
+        n=1, max_response_len=128, max_num_seqs=1024, max_cudagraph_capture_size=1024, gpu_memory_utilization=0.2
+    ),
+    critic=CriticConfig(warmup_steps=10),
+    prompts_per_step=512,
+    mini_batch_size=512,
+    max_tokens_per_gpu=32768,
+    num_steps=200,
+    optim=OptimConfig(lr=1e-5),
+    eval=EvalConfig(every=20, n=4, temperature=1.0, with_greedy=True),
+    run_dir="runs/ppo_smollm2_words",
+)
+
+if __name__ == "__main__":
+    main(parse_cli(config))

@@ -1,0 +1,121 @@
+"""What the trial before a run finds: rewards that nobody can earn, reward files that never import."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lib import eval_scores, launch, reward_trial
+from lib.data import DataConfig
+from lib.errors import RewardError, UserError
+from lib.eval_files import EvalDataConfig
+from lib.parquet import Rows, read_rows
+from lib.scoring import RewardConfig
+from lib.train_config import TrainConfig
+from tests.test_scoring import HEAD, score_all, write
+
+SOURCES = ("arithmetic", "openai/gsm8k", "lighteval/MATH")
+
+
+def read(folder: Path, truths: pa.Array, source: str = "openai/gsm8k", *, style: str = "rule") -> Rows:
+    """The rows of a parquet file with these ground truths."""
+    prompts = pa.array([[{"role": "user", "content": f"What is {i}?"}] for i in range(len(truths))])
+    model = pa.StructArray.from_arrays([truths, pa.array([style] * len(truths))], names=["ground_truth", "style"])
+    columns = {"prompt": prompts, "data_source": pa.array([source] * len(truths)), "reward_model": model}
+    pq.write_table(pa.table(columns), folder / "rows.parquet")
+    return read_rows((str(folder / "rows.parquet"),), "--data.train-files")[0]
+
+
+def trials(cfg: RewardConfig, rows: Rows, limit: int | None = None) -> list:
+    """The trial as eval.py makes it, and as training does for either split."""
+    train = TrainConfig(reward=cfg, data=DataConfig(train_max_samples=limit, val_max_samples=limit))
+    none = Rows(tables=(), sources=(), prompt_key="prompt")
+    return [
+        partial(eval_scores.try_reward, cfg, EvalDataConfig(max_samples=limit), rows),
+        partial(launch.try_reward, train, rows, none),
+        partial(launch.try_reward, train, none, rows),
+    ]
+
+
+# ---- Answers to ground truths ----
+
+
+@pytest.mark.parametrize(
+    "truths",
+    [pa.array(["72", "-5"]), pa.array([72, 5]), pa.array([72.0, 5.0]), pa.array(["1,200", "7"]), pa.array([1e16])],
+    ids=lambda truths: str(truths.to_pylist()),
+)
+def test_ground_truths_that_are_numbers_in_any_form_can_be_answered(tmp_path, truths):
+    rows = read(tmp_path, truths)
+    for trial in trials(RewardConfig(), rows)[:2]:
+        assert trial() == "reward: lib.rewards.gsm8k for openai/gsm8k"
+    [score] = score_all(RewardConfig(num_workers=1), ["so #### 72"], source="openai/gsm8k", truth=72.0)
+    assert score.score == 1.0
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("truths", [pa.array(["nan"] * 30), pa.array([None] * 3, pa.float64())], ids=["nan", "null"])
+def test_ground_truths_that_nobody_can_answer_are_refused_before_anything_is_loaded(tmp_path, source, truths):
+    rows = read(tmp_path, truths, source, style="model" if truths[0].as_py() is None else "rule")
+    for trial in trials(RewardConfig(), rows):
+        with pytest.raises((UserError, RewardError)) as caught:
+            trial()
+        words = ["rows.parquet row 0", "ground truth", repr(truths[0].as_py())]
+        words += [] if source == SOURCES[2] else ["every reward would be 0", "--reward.path FILE"]
+        assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_rows_that_differ_are_accepted_when_one_of_those_asked_can_be_answered(tmp_path):
+    truths = pa.array(["about 7"] * 15 + ["7"] + ["unknown"] * 24)
+    for trial in trials(RewardConfig(), read(tmp_path, truths)):
+        with pytest.raises(UserError, match="and 19 more rows"):  # every second row, and the 16th is none of these
+            trial()
+    truths = pa.array(["about 7"] * 14 + ["7"] + ["unknown"] * 25)
+    for trial in trials(RewardConfig(), read(tmp_path, truths)):
+        assert trial() == "reward: lib.rewards.gsm8k for openai/gsm8k"
+    with pytest.raises(UserError, match="and 13 more rows"):
+        trials(RewardConfig(), read(tmp_path, truths), limit=14)[0]()
+
+
+def test_a_reward_file_is_asked_for_answers_only_if_it_writes_any(tmp_path):
+    rows = read(tmp_path, pa.array(["seven", "eight"]), "mine")
+    scores = HEAD + "    return {'score': (solution_str == 'it is ' + ground_truth) - LEAST}\n"
+    for least in (0, 1):  # right is 1 and wrong 0, or right is 0 and wrong -1
+        body = scores.replace("LEAST", str(least))
+        for write_answer, refused in (
+            ("", None),
+            ("write_answer = 'no function'", None),
+            ("def write_answer(ground_truth): return f'it is {ground_truth}'", None),
+            ("def write_answer(ground_truth): return f'is {ground_truth}'", "'is seven' scores no more than an empty"),
+            ("def write_answer(ground_truth): return int(ground_truth)", "ValueError: invalid literal for int"),
+        ):
+            cfg = RewardConfig(path=write(tmp_path, body + write_answer))
+            if refused is None:
+                assert trials(cfg, rows)[0]().startswith("reward: compute_score in ")
+            else:
+                with pytest.raises(RewardError, match=refused):
+                    trials(cfg, rows)[0]()
+
+
+# ---- Files that never import ----
+
+
+def test_a_reward_file_that_hangs_on_import_is_told_in_one_line(tmp_path, monkeypatch):
+    assert reward_trial.IMPORT_LIMIT_S <= 12  # of 20 s from the launch, whose imports take some
+    monkeypatch.setattr(reward_trial, "IMPORT_LIMIT_S", 2.0)
+    rows = read(tmp_path, pa.array(["7"]), "mine")
+    path = write(tmp_path, "import time\nwhile True:\n    time.sleep(1)\n" + HEAD + "    return 1")
+    with pytest.raises(RewardError) as caught:
+        trials(RewardConfig(path=path, timeout_s=1.0), rows)[0]()
+    assert "it took over 2 s (a longer --reward.timeout-s allows more)" in str(caught.value)
+    assert f"--reward.path {path}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_pipe_as_reward_file_is_refused_and_not_read(tmp_path):
+    rows = read(tmp_path, pa.array(["7"]), "mine")
+    os.mkfifo(tmp_path / "reward.py")
+    with pytest.raises(UserError, match=r"not a regular file; --reward\.path"):
+        trials(RewardConfig(path=str(tmp_path / "reward.py")), rows)[0]()

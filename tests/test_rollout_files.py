@@ -1,0 +1,122 @@
+"""What rollouts/step_N.parquet says of a step, against the rollouts and the batch themselves, row by row."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from lib.batching import make_batch
+from lib.data import DataConfig, check_data_files, load_tokenizer, tokenize
+from lib.dist import SINGLE
+from lib.eval_files import EvalDataConfig, read_input
+from lib.parquet import write_rows
+from lib.prompt_stream import PromptStream
+from lib.rollout_files import save_rollouts
+from lib.tracking import Run, TrackingConfig
+from lib.types import Rollout, Score
+from tests.tiny import make_model, make_tokenizer
+from train_grpo import GRPOConfig
+
+N = 3
+TEXTS = ("a-long-answer", "b", "ü")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = make_model(tmp_path_factory.mktemp("model") / "model")
+    make_tokenizer(path)
+    return path
+
+
+def question(place, *, key="prompt", index, **more):
+    return {
+        key: [{"role": "user", "content": f"what-is-{place}"}], "data_source": "test", "reward_model": {"style": "rule",
+        "ground_truth": str(place)}, "extra_info": {"index": index}, **more,
+    }  # fmt: skip
+
+
+def save(model, folder, files, *, every=1, steps=(1,), num_prompts=2, val_files=(), key="prompt", error=None):
+    """Steps of a run on rows of these files, one rollout in each group without a score; the batch of the last."""
+    paths = []
+    for number, rows in enumerate(files):
+        write_rows(folder / f"{number}.parquet", rows)
+        paths.append(str(folder / f"{number}.parquet"))
+    data = DataConfig(train_files=tuple(paths), val_files=val_files, prompt_key=key)
+    cfg = GRPOConfig(data=data, tracking=TrackingConfig(rollouts_every=every))
+    tokenizer = load_tokenizer(model)
+    prompts = tokenize(data, check_data_files(data), tokenizer, split="train")
+    stream = PromptStream(prompts, seed=0, shuffle=False)
+    with Run(folder / "run", cfg.tracking, SINGLE, config={}, num_steps=4) as run:
+        for step in steps:
+            rollouts = [
+                Rollout(sample=sample, index=index, response_ids=tokenizer.encode(TEXTS[index]) + [0] * (index == 1),
+                        rollout_log_probs=None, finish_reason="stop" if index == 1 else "length",
+                        score=Score(score=None, error=error) if index == 2 else Score(
+                            score=sample.uid + index / 4, extras={"acc": index == 1, "pred": "\ud800", "x": 0.5}))
+                for sample in stream.next(num_prompts) for index in range(N)
+            ]  # fmt: skip
+            batch = make_batch(rollouts[::-1], SINGLE, mini_batch_size=6)
+            noise = torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(step))
+            batch = batch.with_(advantages=noise * batch.response_mask)
+            values = save_rollouts(step, rollouts[::-1], batch, prompts, tokenizer, cfg=cfg, run=run)
+            assert bool(values) == (run.dir / "rollouts" / f"step_{step}.parquet").exists()
+    return rollouts, batch
+
+
+def test_a_row_a_prompt_has_what_its_responses_were_and_what_was_made_of_them(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "long-answer")
+    files = [[question(place, index=place) for place in range(3)]]
+    rollouts, batch = save(model, tmp_path, files, error="KeyError: \udc80")
+    rows = pq.read_table(tmp_path / "run/rollouts/step_1.parquet").to_pylist()
+    assert [row["uid"] for row in rows] == [0, 1]
+    for uid, row in enumerate(rows):
+        given = {name: row[name] for name in files[0][uid]}
+        assert given == files[0][uid]
+        assert row["responses"] == ["a-[MY_API_KEY]", "b", "ü"]
+        assert row["finish_reasons"] == ["length", "stop", "length"]
+        assert row["scores"] == [uid, uid + 0.25, None] and row["errors"] == [None, None, "KeyError: \\udc80"]
+        assert row["response_lengths"] == [len(r.response_ids) for r in rollouts[N * uid : N * uid + N]] == [13, 2, 2]
+        assert row["prompt_length"] == len("what-is-0") and row["step"] == 1
+        assert [json.loads(text) for text in row["extras"]][1:] == [{"acc": True, "pred": "\ud800", "x": 0.5}, {}]
+        for index, found in enumerate(row["advantages"]):
+            [place] = [i for i in range(len(batch)) if (batch.uids[i], batch.indices[i]) == (uid, index)]
+            of_tokens = [
+                a.item() for a, m in zip(batch.advantages[place], batch.response_mask[place], strict=True) if m
+            ]
+            assert found == (pytest.approx(sum(of_tokens) / len(of_tokens)) if of_tokens else None)
+            assert bool(of_tokens) == (index < 2)
+
+
+def test_the_first_step_and_every_nth_are_saved_and_none_with_0(model, tmp_path):
+    files = [[question(place, index=place) for place in range(3)]]
+    for every, expected in ((2, {1, 2, 4}), (0, set())):
+        save(model, tmp_path / str(every), files, every=every, steps=(1, 2, 3, 4))
+        found = (tmp_path / str(every) / "run" / "rollouts").iterdir()
+        assert {path.name for path in found} == {f"step_{step}.parquet" for step in expected}
+
+
+def test_two_responses_are_shown_where_there_is_no_validation(model, tmp_path, capfd):
+    files = [[question(place, index=place) for place in range(3)]]
+    save(model, tmp_path / "a", files)
+    lines = [line for line in capfd.readouterr().out.splitlines() if " -> " in line]
+    assert lines == [f"  what-is-{uid} -> a-long-answer  (score {uid}.0, expected {uid}, length)" for uid in (0, 1)]
+    save(model, tmp_path / "b", files, val_files=(str(tmp_path / "a/0.parquet"),))
+    assert " -> " not in capfd.readouterr().out
+
+
+def test_a_prompt_that_is_drawn_twice_and_files_of_other_columns_are_read_again(model, tmp_path, capfd):
+    """The second file has an ability, and ids as extra_info.index, as DAPO's has, where the first one has numbers."""
+    first = [question(0, key="question", index=0, id=7)]
+    second = [question(1, key="question", index="a-1", id=8, ability="math")]
+    for name, files, has_info in (("same", [first], True), ("other", [first, second], False)):
+        save(model, tmp_path / name, files, num_prompts=5, key="question")
+        file = str(tmp_path / name / "run/rollouts/step_1.parquet")
+        table, rows, _ = read_input(EvalDataConfig(files=(file,)), with_responses=True)
+        assert len(rows) == 5 and ("extra_info" in table.column_names) == has_info
+        told = "the rollouts of step 1 are saved without extra_info: the training files' types differ; " in (
+            capfd.readouterr().out
+        )
+        assert told != has_info
+    assert table.column("ability").to_pylist() == [None, "math", None, "math", None]
+    assert [row["ground_truth"] for row in table.column("reward_model").to_pylist()] == ["0", "1", "0", "1", "0"]
