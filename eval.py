@@ -20,8 +20,11 @@ from dataclasses import dataclass, field, replace
 
 from lib.config import REQUIRED, parse_cli, reporting_errors
 from lib.dist import init_distributed, shutdown_distributed
+from lib.engine import RolloutConfig, RolloutEngine, training_sampling
 from lib.errors import UserError, check_fields
-from lib.eval_files import (
+from lib.evaluation import render_page, summarise, summary_table
+from lib.evaluation.any_model import EvalModel, find_model, load_engine_, load_prompts, what_defines_responses
+from lib.evaluation.inputs import (
     EvalDataConfig,
     Group,
     Parts,
@@ -34,16 +37,13 @@ from lib.eval_files import (
     write_atomically,
     write_output,
 )
-from lib.eval_model import EvalModel, find_model, load_engine_, load_prompts, what_defines_responses
-from lib.eval_report import render_page, summarise, summary_table
-from lib.eval_scores import collect_scores, submit, try_reward
-from lib.evaluate import decode
+from lib.evaluation.scores import collect_scores, submit, try_reward
 from lib.launch import check_engines, check_same_config, check_same_prompts
 from lib.model import ModelConfig
-from lib.rollout import RolloutConfig, RolloutEngine, training_sampling
-from lib.scoring import RewardConfig, Scorer
+from lib.rewards import RewardConfig, Scorer
+from lib.rollouts import decode
 from lib.secret_values import blank
-from lib.terminal import Terminal
+from lib.tracking.terminal import Terminal
 from lib.types import Sample
 
 

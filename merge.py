@@ -17,14 +17,14 @@ from typing import Any, Literal
 
 import torch
 
-from lib.checkpoint_files import MANIFEST, verify
 from lib.config import parse_cli, reporting_errors, resolve_path
 from lib.errors import DamagedCheckpoint, LockstepError, UserError, check_fields
-from lib.export import check_target, check_tensors, compare_folders, expected_tensors, export, new_folder
 from lib.regular_files import check_tree
-from lib.verl_shards import is_verl, read_verl_shards
-from lib.weight_files import listing, read_json
-from lib.whole_tensors import Shards, read_shards
+from lib.storage import is_verl, read_shards, read_verl_shards, verify
+from lib.storage.checkpoint_folder import MANIFEST
+from lib.storage.export import check_target, check_tensors, compare_folders, expected_tensors, export, new_folder
+from lib.storage.weight_headers import listing, read_json
+from lib.storage.whole_tensors import Shards
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -11,38 +11,47 @@ import gc
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import dataclass
 
-from lib.aggregation import aggregate, loss_denominator
-from lib.batching import balance_stats, iter_micro_batches, iter_mini_batches, make_batch
-from lib.checkpoint import Checkpointer, Progress, Trained
-from lib.config import parse_cli, reporting_errors, to_json
-from lib.console import StartupTimer
-from lib.dist import init_distributed, shutdown_distributed
-from lib.errors import Stopped, UserError
-from lib.evaluate import evaluate
-from lib.forward import compute_log_probs, forward_policy, with_old_log_probs
-from lib.fsdp import begin_micro_batch, load_policy, offload, onload
-from lib.kl import KLController, kl_to_reference
-from lib.launch import check_input, check_same_prompts, data_sources, describe, load_prompts, try_reward
-from lib.metrics import (
-    Metrics,
+from lib.algorithms import (
+    KLController,
     advantage_metrics,
+    aggregate,
     constant_reward_warning,
     data_metrics,
+    kl_to_reference,
+    loss_denominator,
     mismatch_metrics,
-    perf_metrics,
+    shape_rewards,
     update_metrics,
-)  # fmt: skip
-from lib.optim import build_optimizer, moments_to_come, optimizer_step, set_lr_
-from lib.prompt_stream import PromptStream
-from lib.rollout import RolloutEngine
-from lib.rollout_files import save_rollouts
-from lib.sampling import Collector
-from lib.scoring import Scorer
-from lib.shaping import shape_rewards
+)
+from lib.checkpoints import Checkpointer, Progress, Trained
+from lib.config import parse_cli, reporting_errors, to_json
+from lib.data import PromptStream
+from lib.dist import init_distributed, shutdown_distributed
+from lib.engine import RolloutEngine, WeightSync, check_log_probs_diff, names_to_check
+from lib.errors import Stopped, UserError
+from lib.launch import TrainConfig, check_input, check_same_prompts, data_sources, describe, load_prompts, try_reward
+from lib.model import (
+    balance_stats,
+    begin_micro_batch,
+    build_optimizer,
+    compute_log_probs,
+    forward_policy,
+    iter_micro_batches,
+    iter_mini_batches,
+    load_policy,
+    make_batch,
+    moments_to_come,
+    offload,
+    onload,
+    optimizer_step,
+    perf_metrics,
+    set_lr_,
+    with_old_log_probs,
+)
+from lib.rewards import Scorer
+from lib.rollouts import Collector, evaluate, save_rollouts
 from lib.stopping import Stopper
-from lib.tracking import Run
-from lib.train_config import TrainConfig
-from lib.weight_sync import WeightSync, check_log_probs_diff, names_to_check
+from lib.tracking import Metrics, Run, StartupTimer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +295,9 @@ def train(cfg: GRPOConfig) -> None:
                     values |= evaluate(engine, val_samples, scorer, tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
                                        reward=cfg.reward, world=world, run=run, stopper=stopper, step=step)  # fmt: skip
                     engine.sleep()
-            values |= save_rollouts(step, collected.rollouts, batch, train_set, tokenizer, cfg=cfg, run=run)
+            values |= save_rollouts(
+                step, collected.rollouts, batch, train_set, tokenizer, run=run, shown=not cfg.data.val_files
+            )
             run.log(step, values)
             if step == resume.step + 1:
                 gc.collect()

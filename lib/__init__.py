@@ -4,6 +4,7 @@ import os
 import sys
 
 from lib.errors import UserError, error_line
+from lib.rooms import OldPaths
 
 try:
     os.getcwd()
@@ -13,3 +14,5 @@ except OSError as error:  # before torch is imported, which ends the process in 
     )
     print(error_line(gone), file=sys.stderr)
     raise SystemExit(gone.code) from error
+
+sys.meta_path.append(OldPaths())

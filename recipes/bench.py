@@ -25,22 +25,17 @@ from typing import Any, Literal
 import torch
 
 import train_grpo
-from lib.checkpoint import CheckpointConfig
+from lib.checkpoints import CheckpointConfig
 from lib.config import parse_cli, reporting_errors
-from lib.console import StartupTimer, format_table
-from lib.data import DataConfig
+from lib.data import DataConfig, write_rows
 from lib.dist import World, init_distributed
+from lib.engine import RolloutConfig, RolloutEngine, Sampling
 from lib.errors import UserError
-from lib.evaluate import EvalConfig
-from lib.forward import forward_policy
-from lib.fsdp import FSDPConfig
-from lib.metrics import Metrics, flops_forward, peak_flops
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.parquet import write_rows
-from lib.rollout import RolloutConfig, RolloutEngine, Sampling
-from lib.run_folder import read_metrics
-from lib.scoring import RewardConfig
+from lib.model import FSDPConfig, ModelConfig, OptimConfig, flops_forward, forward_policy, peak_flops
+from lib.rewards import RewardConfig
+from lib.rollouts import EvalConfig
+from lib.tracking import Metrics, StartupTimer, read_metrics
+from lib.tracking.console import format_table
 from lib.types import Batch, Rollout, Sample
 
 FLOPS = 790e12  # bf16 FLOP/s of large matrix products on an H200, measured; nominal: 989e12

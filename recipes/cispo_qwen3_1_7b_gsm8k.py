@@ -10,12 +10,11 @@ and penalises length as DAPO does: `--filter-groups.enable True --overlong.buffe
 It has not been run at full size here: no score is claimed.
 """
 
+from lib.algorithms import CISPOLoss
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.losses import CISPOLoss
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

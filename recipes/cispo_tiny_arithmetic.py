@@ -7,14 +7,13 @@ What differs from grpo_tiny_arithmetic: the clip bounds a token's weight and sil
 without which every ratio would be exactly 1.
 """
 
+from lib.algorithms import CISPOLoss
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.evaluate import EvalConfig
-from lib.losses import CISPOLoss
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
-from lib.scoring import RewardConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
+from lib.rewards import RewardConfig
+from lib.rollouts import EvalConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

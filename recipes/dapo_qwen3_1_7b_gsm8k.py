@@ -11,14 +11,11 @@ prompts and 16 updates would use up GSM8K's 7,473 problems too fast and are cut 
 It has not been run at full size here: no score is claimed.
 """
 
+from lib.algorithms import ClipLoss, GroupFilterConfig, OverlongConfig
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.groups import GroupFilterConfig
-from lib.losses import ClipLoss
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
-from lib.shaping import OverlongConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

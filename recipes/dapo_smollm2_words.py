@@ -8,15 +8,12 @@ step), the ratio may rise further than it may fall, two updates a step, and a re
 quarter of its length is penalised.
 """
 
+from lib.algorithms import ClipLoss, GroupFilterConfig, OverlongConfig
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.evaluate import EvalConfig
-from lib.groups import GroupFilterConfig
-from lib.losses import ClipLoss
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
-from lib.shaping import OverlongConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
+from lib.rollouts import EvalConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

@@ -8,16 +8,13 @@ dynamic sampling. Once nearly all groups are solved, four rounds no longer find 
 those there are, says so, and takes longer.
 """
 
+from lib.algorithms import ClipLoss, GroupFilterConfig, OverlongConfig
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.evaluate import EvalConfig
-from lib.groups import GroupFilterConfig
-from lib.losses import ClipLoss
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
-from lib.scoring import RewardConfig
-from lib.shaping import OverlongConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
+from lib.rewards import RewardConfig
+from lib.rollouts import EvalConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

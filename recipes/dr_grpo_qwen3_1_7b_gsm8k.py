@@ -10,12 +10,11 @@ long wrong answers cost as much per token as short ones. No KL. Meant for 8 GPUs
 size here: no score is claimed.
 """
 
-from lib.advantages import DrGRPOAdvantage
+from lib.algorithms import DrGRPOAdvantage
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

@@ -7,13 +7,12 @@ Differs from grpo_smollm2_words: advantages are not divided by the group's stand
 the sum over a response's tokens by a constant, the longest response allowed.
 """
 
-from lib.advantages import DrGRPOAdvantage
+from lib.algorithms import DrGRPOAdvantage
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.evaluate import EvalConfig
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
+from lib.rollouts import EvalConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

@@ -7,14 +7,13 @@ What differs from grpo_tiny_arithmetic: advantages are not divided by the group'
 loss is its sum over tokens by the constant 12 instead of a mean over tokens.
 """
 
-from lib.advantages import DrGRPOAdvantage
+from lib.algorithms import DrGRPOAdvantage
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.evaluate import EvalConfig
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
-from lib.scoring import RewardConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
+from lib.rewards import RewardConfig
+from lib.rollouts import EvalConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.advantages import ResponseAdvantage
+from lib.algorithms import PolicyLoss, ResponseAdvantage
+from lib.algorithms.losses import masked_log_ratio
+from lib.algorithms.step_rows import StepRows
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.evaluate import EvalConfig
-from lib.losses import PolicyLoss, masked_log_ratio
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
+from lib.rewards import RewardConfig
 from lib.rewards.arithmetic import needs_carry
-from lib.rollout import RolloutConfig
-from lib.scoring import RewardConfig
-from lib.step_rows import StepRows
+from lib.rollouts import EvalConfig
 from lib.types import Batch
 from train_grpo import GRPOConfig, main
 

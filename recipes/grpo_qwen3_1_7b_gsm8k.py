@@ -9,9 +9,8 @@ The accuracy has not been measured yet: no score is claimed.
 
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

@@ -11,11 +11,10 @@ the training file rises from about 0.4 to above 0.9 (EXPERIMENTS.md).
 
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.evaluate import EvalConfig
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
-from lib.scoring import RewardConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
+from lib.rewards import RewardConfig
+from lib.rollouts import EvalConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

@@ -9,12 +9,11 @@ GRPO's. No KL. Bounds and four updates a step are the paper's; n = 16 is verl's 
 has not been run at full size here: no score is claimed.
 """
 
+from lib.algorithms import GSPOLoss
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.losses import GSPOLoss
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

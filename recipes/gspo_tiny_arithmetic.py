@@ -8,14 +8,13 @@ without which every ratio would be exactly 1. The paper's bounds of 3e-4 and 4e-
 ratio hardly moves; with ten tokens they stop about half of the responses after the first update.
 """
 
+from lib.algorithms import GSPOLoss
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.evaluate import EvalConfig
-from lib.losses import GSPOLoss
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
-from lib.scoring import RewardConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
+from lib.rewards import RewardConfig
+from lib.rollouts import EvalConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.config import parse_cli, reporting_errors
-from lib.console import validation_values
 from lib.errors import UserError
-from lib.run_folder import read_metrics
+from lib.tracking import read_metrics
+from lib.tracking.console import validation_values
 
 MARKERS = "os^vDP*X<>"  # colours alone do not tell curves apart for everyone
 

@@ -9,11 +9,9 @@ is claimed.
 """
 
 from lib.config import parse_cli
-from lib.critic import CriticConfig
 from lib.data import DataConfig
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
+from lib.engine import RolloutConfig
+from lib.model import CriticConfig, ModelConfig, OptimConfig
 from train_ppo import PPOConfig, main
 
 config = PPOConfig(

@@ -8,12 +8,10 @@ starts from the same weights and learns alone in the first ten steps.
 """
 
 from lib.config import parse_cli
-from lib.critic import CriticConfig
 from lib.data import DataConfig
-from lib.evaluate import EvalConfig
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
+from lib.engine import RolloutConfig
+from lib.model import CriticConfig, ModelConfig, OptimConfig
+from lib.rollouts import EvalConfig
 from train_ppo import PPOConfig, main
 
 config = PPOConfig(

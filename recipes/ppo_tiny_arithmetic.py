@@ -8,13 +8,11 @@ critic starts from the same model with a value head of zeros, and learns alone i
 """
 
 from lib.config import parse_cli
-from lib.critic import CriticConfig, CriticOptimConfig
 from lib.data import DataConfig
-from lib.evaluate import EvalConfig
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
-from lib.scoring import RewardConfig
+from lib.engine import RolloutConfig
+from lib.model import CriticConfig, CriticOptimConfig, ModelConfig, OptimConfig
+from lib.rewards import RewardConfig
+from lib.rollouts import EvalConfig
 from train_ppo import PPOConfig, main
 
 config = PPOConfig(

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import combinations_with_replacement
 
 from lib.config import parse_cli, reporting_errors, resolve_path
+from lib.data import write_rows
 from lib.errors import UserError
-from lib.parquet import write_rows
 from lib.rewards.arithmetic import DATA_SOURCE, OPERANDS, needs_carry, question
 
 CARRY_SHARE = 0.6

@@ -21,8 +21,8 @@ from itertools import combinations_with_replacement
 from typing import Any
 
 from lib.config import parse_cli, reporting_errors, resolve_path
+from lib.data import write_rows
 from lib.errors import UserError
-from lib.parquet import write_rows
 from lib.rewards.last_number import PREFIX
 
 SHARES = {"sums_1_digit": 0.3, "sums_2_digits": 0.3, "products_1_digit": 0.2, "word_problems": 0.2}

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.config import parse_cli, reporting_errors, resolve_path
+from lib.data import write_rows
+from lib.data.parquet import resolve_file
 from lib.errors import UserError
-from lib.parquet import resolve_file, write_rows
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 REPOSITORY = "openai/gsm8k"

@@ -9,13 +9,11 @@ every token's reward, so it too is credited from its token backwards. The KL's w
 GPUs of 80 GB. It has not been run at full size here: no score is claimed.
 """
 
-from lib.advantages import ReinforcePlusPlusAdvantage
+from lib.algorithms import KLRewardConfig, ReinforcePlusPlusAdvantage
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.kl import KLRewardConfig
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

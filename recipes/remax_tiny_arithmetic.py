@@ -7,15 +7,13 @@ What differs from grpo_tiny_arithmetic: one response to each of 256 prompts, com
 response to the same prompt, and the KL to the initial model in the reward.
 """
 
-from lib.advantages import ReMaxAdvantage
+from lib.algorithms import KLRewardConfig, ReMaxAdvantage
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.evaluate import EvalConfig
-from lib.kl import KLRewardConfig
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
-from lib.scoring import RewardConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
+from lib.rewards import RewardConfig
+from lib.rollouts import EvalConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

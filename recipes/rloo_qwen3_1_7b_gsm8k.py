@@ -9,13 +9,11 @@ model is part of the reward. n = 4 is the paper's, the KL's weight verl's exampl
 been run at full size here: no score is claimed.
 """
 
-from lib.advantages import RLOOAdvantage
+from lib.algorithms import KLRewardConfig, RLOOAdvantage
 from lib.config import parse_cli
 from lib.data import DataConfig
-from lib.kl import KLRewardConfig
-from lib.model import ModelConfig
-from lib.optim import OptimConfig
-from lib.rollout import RolloutConfig
+from lib.engine import RolloutConfig
+from lib.model import ModelConfig, OptimConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

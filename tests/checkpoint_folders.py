@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.checkpoint_files import (
+from lib.storage.checkpoint_folder import (
     FileEntry,
     checkpoint_path,
     find_checkpoints,

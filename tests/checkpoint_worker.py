@@ -17,24 +17,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.advantages import GroupAdvantage
-from lib.batching import iter_mini_batches, make_batch
-from lib.checkpoint import Checkpointer, Progress, Trained
-from lib.config import parse_args, reporting_errors, to_json
-from lib.data import Prompts
+from lib.algorithms.advantages import GroupAdvantage
+from lib.algorithms.kl import KLController, KLRewardConfig
+from lib.checkpoints.checkpointer import Checkpointer, Progress, Trained
+from lib.config.flags import parse_args, reporting_errors, to_json
+from lib.data.parquet import rows_from_dicts
+from lib.data.prompt_stream import PromptStream
+from lib.data.prompts import Prompts
 from lib.dist import init_distributed, shutdown_distributed
+from lib.engine.engine import RolloutConfig
 from lib.errors import RewardError
-from lib.fsdp import iter_full_tensors, load_policy, offload, onload
-from lib.kl import KLController, KLRewardConfig
-from lib.model_files import check_model_files
-from lib.optim import OptimConfig, build_optimizer, optimizer_step, set_lr_
-from lib.parquet import rows_from_dicts
-from lib.prompt_stream import PromptStream
-from lib.resume import find_resume, with_date
-from lib.rollout import RolloutConfig
-from lib.sampling import Collector
+from lib.launch.resume import find_resume, with_date
+from lib.model.batching import iter_mini_batches, make_batch
+from lib.model.fsdp import iter_full_tensors, load_policy, offload, onload
+from lib.model.optim import OptimConfig, build_optimizer, optimizer_step, set_lr_
+from lib.rollouts.collector import Collector
 from lib.stopping import Stopper
-from lib.tracking import Run
+from lib.storage.model_folder import check_model_files
+from lib.tracking.run import Run
 from lib.types import Rollout, Score
 from tests.tiny import VOCAB_SIZE
 from tests.update_worker import backward

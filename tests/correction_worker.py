@@ -9,9 +9,9 @@ import sys
 
 import torch
 
-from lib.correction import CORRECTIONS, Correction
+from lib.algorithms.correction import CORRECTIONS, Correction
 from lib.dist import init_distributed, shutdown_distributed
-from lib.metrics import Metrics
+from lib.tracking.metrics import Metrics
 from lib.types import Batch
 
 TENSORS = ("is_weights", "response_mask", "valid", "scores")

@@ -9,15 +9,16 @@ import sys
 
 import torch
 
-from lib.aggregation import aggregate, loss_denominator
-from lib.batching import iter_micro_batches, iter_mini_batches, make_batch
-from lib.critic_loss import value_loss
+from lib.algorithms.aggregation import aggregate, loss_denominator
+from lib.algorithms.critic_loss import value_loss
+from lib.algorithms.step_metrics import advantage_metrics, data_metrics, update_metrics
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
-from lib.forward import compute_values, forward_critic
-from lib.fsdp import FSDPConfig, begin_micro_batch, iter_full_tensors, load_critic, offload, onload
-from lib.metrics import Metrics, advantage_metrics, data_metrics, update_metrics
-from lib.model import ModelConfig
-from lib.optim import OptimConfig, build_optimizer, optimizer_step
+from lib.model.batching import iter_micro_batches, iter_mini_batches, make_batch
+from lib.model.forward import compute_values, forward_critic
+from lib.model.fsdp import FSDPConfig, begin_micro_batch, iter_full_tensors, load_critic, offload, onload
+from lib.model.networks import ModelConfig
+from lib.model.optim import OptimConfig, build_optimizer, optimizer_step
+from lib.tracking.metrics import Metrics
 from tests.tiny import make_rollouts
 
 BUDGETS = (30, 60, 10_000)

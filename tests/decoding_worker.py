@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from lib.engine_patches import _Decoder, set_engine_environment
+from lib.engine.patches import _Decoder, set_engine_environment
 
 STOPS, EOS = [3, 5], 7
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from safetensors.torch import load_file, save_file
 
-from lib.checkpoint_files import checkpoint_path, hash_file, publish, stage
+from lib.storage.checkpoint_folder import checkpoint_path, hash_file, publish, stage
 from merge import MergeConfig, merge
 from tests.ranks import LIMIT_S, ROOT, torchrun
 from tests.tiny import make_model, make_tokenizer

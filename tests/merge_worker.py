@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lib.dist import init_distributed, shutdown_distributed
-from lib.fsdp import FSDPConfig, iter_full_tensors, load_critic, load_policy, reshard
-from lib.model import CausalPolicy, ModelConfig
+from lib.model.fsdp import FSDPConfig, iter_full_tensors, load_critic, load_policy, reshard
+from lib.model.networks import CausalPolicy, ModelConfig
 
 IDS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43]
 

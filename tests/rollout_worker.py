@@ -14,19 +14,19 @@ from dataclasses import replace
 import numpy
 import torch
 
-import lib.fsdp
-import lib.rollout
-from lib.batching import make_batch
+import lib.engine.engine
+import lib.model.fsdp
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
-from lib.engine_patches import set_engine_environment
+from lib.engine.engine import RolloutConfig, RolloutEngine, Sampling
+from lib.engine.patches import set_engine_environment
+from lib.engine.weight_sync import WeightSync, names_to_check
 from lib.errors import WeightSyncError
-from lib.forward import forward_policy
-from lib.fsdp import FSDPConfig, load_policy
-from lib.model import ModelConfig
-from lib.optim import OptimConfig, build_optimizer, optimizer_step
-from lib.rollout import RolloutConfig, RolloutEngine, Sampling
+from lib.model.batching import make_batch
+from lib.model.forward import forward_policy
+from lib.model.fsdp import FSDPConfig, load_policy
+from lib.model.networks import ModelConfig
+from lib.model.optim import OptimConfig, build_optimizer, optimizer_step
 from lib.types import Sample, Score
-from lib.weight_sync import WeightSync, names_to_check
 
 TEMPERATURE = 0.7
 SAMPLES = [
@@ -76,7 +76,7 @@ def without_a_second_process(cache):
 
 def main(path, out, tp_size):
     world = init_distributed()
-    lib.fsdp.BUCKET_BYTES = 2**14  # many buckets of this model
+    lib.model.fsdp.BUCKET_BYTES = 2**14  # many buckets of this model
     registry, params = without_a_second_process(out + ".cache")
     start_up = registry._run_in_subprocess, params.for_sampler_warmup
     random.seed(3)
@@ -138,9 +138,9 @@ def main(path, out, tp_size):
     manager = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
     calls, allocate = [], manager.allocate_slots
     type(manager).allocate_slots = lambda self, *a, **k: (calls.append(1), allocate(*a, **k))[1]
-    usual_patches = lib.rollout.short_cuts
+    usual_patches = lib.engine.engine.short_cuts
     for name, patches in {"short cuts": usual_patches, "plain": lambda _: nullcontext()}.items():
-        lib.rollout.short_cuts = patches
+        lib.engine.engine.short_cuts = patches
         calls.clear()
         engine.sleep()  # drops cached prefixes
         rollouts = generate(engine, SAMPLES[:6], world, max_response_len=240)
@@ -189,7 +189,7 @@ def main(path, out, tp_size):
     )  # fmt: skip
     stopped = []
     for patches in (usual_patches, lambda _: nullcontext()):
-        lib.rollout.short_cuts = patches
+        lib.engine.engine.short_cuts = patches
         with_text.sleep()
         rollouts = generate(with_text, SAMPLES, world, max_response_len=240)
         stopped.append([*summary(rollouts), [r.rollout_log_probs for r in rollouts]])

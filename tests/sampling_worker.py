@@ -9,22 +9,24 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lib.batching import make_batch
-from lib.data import DataConfig, check_data_files, load_tokenizer, tokenize
+from lib.algorithms.group_filter import GroupFilterConfig
+from lib.algorithms.step_metrics import mismatch_metrics
+from lib.data.prompt_stream import PromptStream
+from lib.data.prompts import DataConfig, check_data_files, tokenize
+from lib.data.tokenizer import load_tokenizer
 from lib.dist import init_distributed, shutdown_distributed
+from lib.engine.engine import RolloutConfig, RolloutEngine, Sampling, request_seed
+from lib.engine.weight_sync import WeightSync
 from lib.errors import LockstepError
-from lib.forward import compute_log_probs, with_old_log_probs
-from lib.fsdp import FSDPConfig, load_policy
-from lib.groups import GroupFilterConfig
-from lib.metrics import Metrics, mismatch_metrics
-from lib.model import ModelConfig
-from lib.prompt_stream import PromptStream
-from lib.rollout import RolloutConfig, RolloutEngine, Sampling, request_seed
-from lib.sampling import Collector
-from lib.scoring import RewardConfig, Scorer
+from lib.model.batching import make_batch
+from lib.model.forward import compute_log_probs, with_old_log_probs
+from lib.model.fsdp import FSDPConfig, load_policy
+from lib.model.networks import ModelConfig
+from lib.rewards.scoring import RewardConfig, Scorer
+from lib.rollouts.collector import Collector
 from lib.stopping import Stopper
-from lib.tracking import Run, TrackingConfig
-from lib.weight_sync import WeightSync
+from lib.tracking.metrics import Metrics
+from lib.tracking.run import Run, TrackingConfig
 from tests.ranks import ROOT
 
 NUM_ALONE = 24

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 import lib.stopping
-from lib.config import reporting_errors
+from lib.config.flags import reporting_errors
 from lib.dist import World, init_distributed
+from lib.engine.engine import RolloutConfig, RolloutEngine, Sampling
 from lib.errors import Stopped
-from lib.rollout import RolloutConfig, RolloutEngine, Sampling
-from lib.scoring import RewardConfig, Scorer
+from lib.rewards.scoring import RewardConfig, Scorer
 from lib.stopping import POLL_S, STOP_SIGNALS, Stopper
-from lib.tracking import Run, TrackingConfig
+from lib.tracking.run import Run, TrackingConfig
 from lib.types import Rollout, Sample
 from tests.ranks import LIMIT_S
 

@@ -14,11 +14,18 @@ from pathlib import Path
 
 import torch
 
+from lib.checkpoints.tensor_files import (
+    load_model_,
+    load_optimizer_,
+    model_tensors,
+    optimizer_tensors,
+    own_pieces,
+    write_pieces,
+)
 from lib.dist import init_distributed, shutdown_distributed
-from lib.fsdp import FSDPConfig, full_tensor, load_critic
-from lib.model import ModelConfig
-from lib.optim import OptimConfig, build_optimizer
-from lib.tensor_files import load_model_, load_optimizer_, model_tensors, optimizer_tensors, own_pieces, write_pieces
+from lib.model.fsdp import FSDPConfig, full_tensor, load_critic
+from lib.model.networks import ModelConfig
+from lib.model.optim import OptimConfig, build_optimizer
 
 UNTOUCHED = "score.bias"  # as in a policy's warm-up: a parameter that has no state yet
 

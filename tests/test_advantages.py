@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.advantages import (
+from lib.algorithms.advantages import (
     ADVANTAGES,
     DrGRPOAdvantage,
     GAEAdvantage,
@@ -20,9 +20,9 @@ from lib.advantages import (
     gae,
     whiten,
 )
+from lib.algorithms.shaping import make_token_level_rewards
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.shaping import make_token_level_rewards
 from lib.types import Batch
 
 VARIANTS = {name: kind() for name, kind in ADVANTAGES.items()} | {

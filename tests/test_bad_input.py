@@ -19,7 +19,7 @@ import pytest
 
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.tracking import TrackingConfig, check_run
+from lib.tracking.run import TrackingConfig, check_run
 from tests.bad_input_worker import ACCEPTED
 from tests.ranks import LIMIT_S, ROOT, torchrun
 from tests.tiny import make_model, make_questions, make_tokenizer

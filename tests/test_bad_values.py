@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.config import option_names, parse_args
+from lib.config.flags import option_names, parse_args
 from lib.errors import UserError
 from tests.test_bad_input import command
 from train_ppo import PPOConfig

@@ -13,9 +13,12 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.advantages import GroupAdvantage
-from lib.aggregation import LossAggMode, aggregate, loss_denominator
-from lib.batching import (
+from lib.algorithms.advantages import GroupAdvantage
+from lib.algorithms.aggregation import LossAggMode, aggregate, loss_denominator
+from lib.algorithms.losses import ClipLoss
+from lib.dist import SINGLE
+from lib.errors import WeightSyncError
+from lib.model.batching import (
     assign_ranks,
     balance_stats,
     iter_micro_batches,
@@ -25,9 +28,6 @@ from lib.batching import (
     pack_by_budget,
     partition_by_cost,
 )
-from lib.dist import SINGLE
-from lib.errors import WeightSyncError
-from lib.losses import ClipLoss
 from lib.types import Batch, Rollout, Sample, Score
 from tests.ranks import save_of_rank
 

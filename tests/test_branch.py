@@ -8,9 +8,9 @@ import torch
 
 from lib.dist import SINGLE, init_distributed
 from lib.errors import UserError
-from lib.launch import check_input
-from lib.resume import find_resume
-from lib.run_folder import read_metrics, read_status
+from lib.launch.checks import check_input
+from lib.launch.resume import find_resume
+from lib.tracking.run_folder import read_metrics, read_status
 from tests import checkpoint_worker
 from tests.checkpoint_worker import config, train
 from tests.tiny import make_model, make_questions, make_tokenizer

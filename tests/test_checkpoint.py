@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 
-from lib import checkpoint
-from lib.checkpoint_files import find_checkpoints, verify
+from lib.checkpoints import checkpointer
 from lib.dist import init_distributed
 from lib.errors import UserError
-from lib.run_folder import read_metrics, read_status
+from lib.storage.checkpoint_folder import find_checkpoints, verify
+from lib.tracking.run_folder import read_metrics, read_status
 from tests.checkpoint_worker import config, train
 from tests.ranks import torchrun
 from tests.tiny import make_model, make_tokenizer
@@ -201,7 +201,7 @@ def test_a_full_disk_on_one_rank_is_the_same_on_all(ranks):
 
 
 def test_too_little_space_is_told_in_bytes_before_anything_is_written(start, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(checkpoint, "SLACK", 2**60)
+    monkeypatch.setattr(checkpointer, "SLACK", 2**60)
     with pytest.raises(UserError, match=r"the run's last checkpoint was not written; not enough disk space .* GiB"):
         start(tmp_path / "run", 2)
     assert steps(tmp_path / "run") == [] and len(read_metrics(tmp_path / "run")) == 2

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lib.checkpoint_files import (
+from lib.errors import DamagedCheckpoint, UserError
+from lib.storage.checkpoint_folder import (
     LATEST,
     MANIFEST,
     FileEntry,
@@ -28,7 +29,6 @@ from lib.checkpoint_files import (
     stage,
     verify,
 )
-from lib.errors import DamagedCheckpoint, UserError
 from tests.checkpoint_folders import INVENTORY, NAMES, OPTIMIZER, flip, memory_folder, record_disk, save, steps, write
 from tests.ranks import ROOT
 
@@ -347,5 +347,5 @@ def test_checkpoints_are_found_by_scanning_newest_step_first(tmp_path):
 
 
 def test_no_torch_is_needed():
-    code = "import sys, lib.checkpoint_files; print('torch' in sys.modules)"
+    code = "import sys, lib.storage.checkpoint_folder; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "False\n"

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lib.checkpoint_files import (
+from lib.errors import NoSpace, UserError
+from lib.storage.checkpoint_folder import (
     LATEST,
     MANIFEST,
     check,
@@ -28,7 +29,6 @@ from lib.checkpoint_files import (
     stage,
     verify,
 )
-from lib.errors import NoSpace, UserError
 from tests.checkpoint_folders import (
     NAMES,
     exit_status,

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lib.algorithms.group_filter import GroupFilterConfig
+from lib.data.prompt_stream import PromptStream
 from lib.dist import SINGLE, World
-from lib.groups import GroupFilterConfig
-from lib.metrics import Metrics
-from lib.prompt_stream import PromptStream
-from lib.rollout import RolloutConfig
-from lib.sampling import Collector
-from lib.scoring import RewardConfig
+from lib.engine.engine import RolloutConfig
+from lib.rewards.scoring import RewardConfig
+from lib.rollouts.collector import Collector
+from lib.tracking.metrics import Metrics
 from lib.types import Score
 from tests.checkpoint_worker import make_prompts, respond
 

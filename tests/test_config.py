@@ -13,7 +13,7 @@ from typing import Literal
 
 import pytest
 
-from lib.config import (
+from lib.config.flags import (
     REQUIRED,
     JsonObject,
     config_hash,
@@ -27,8 +27,8 @@ from lib.config import (
     resolve_path,
     to_json,
 )
+from lib.config.verl_keys import VERL_KEYS, markdown, verl_hint
 from lib.errors import RewardError, UserError
-from lib.verl_keys import VERL_KEYS, markdown, verl_hint
 from tests.checkpoint_folders import in_child
 
 ROOT = Path(__file__).parent.parent
@@ -268,7 +268,7 @@ def test_help_shows_every_option_with_sentence_and_default(capsys: pytest.Captur
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_bad_command_line_is_one_line_on_rank_0_and_code_2_on_all(rank: int) -> None:
-    code = "from lib.config import *; from tests.test_config import Config; parse_cli(Config())"
+    code = "from lib.config.flags import *; from tests.test_config import Config; parse_cli(Config())"
     env = {"RANK": str(rank), "WORLD_SIZE": "2", "PATH": "", "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", code, "--data.train-files", "a", "--optim.lr", "x"]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
@@ -306,7 +306,7 @@ def test_tracebacks_are_for_bugs_and_debug(capfd: pytest.CaptureFixture) -> None
 
 def test_the_line_reaches_the_terminal_when_stderr_was_moved_to_a_log() -> None:
     code = (
-        "import os; from lib.config import *; from lib.errors import *\n"
+        "import os; from lib.config.flags import *; from lib.errors import *\n"
         "with reporting_errors():\n"
         "    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)\n"
         "    raise UserError('seen')"
@@ -356,10 +356,10 @@ def test_nearest_divisors_and_multiples() -> None:
 
 
 def test_the_batch_ladder_counts_as_by_hand() -> None:
-    from lib.data import DataConfig
-    from lib.launch import batch_ladder
-    from lib.rollout import RolloutConfig
-    from lib.train_config import TrainConfig
+    from lib.data.prompts import DataConfig
+    from lib.engine.engine import RolloutConfig
+    from lib.launch.checks import batch_ladder
+    from lib.launch.train_config import TrainConfig
 
     cfg = TrainConfig(
         prompts_per_step=16, mini_batch_size=32, update_epochs=2, max_tokens_per_gpu=3500,
@@ -379,13 +379,13 @@ def test_the_batch_ladder_counts_as_by_hand() -> None:
 
 def test_the_migration_page_holds_the_table() -> None:
     page = (ROOT / "docs" / "from_verl.md").read_text()
-    assert page.endswith(markdown()), "print the tables again: python -m lib.verl_keys"
+    assert page.endswith(markdown()), "print the tables again: python -m lib.config.verl_keys"
 
 
 def test_every_option_named_for_verl_users_exists() -> None:
     from eval import EvalScriptConfig
-    from lib.advantages import GDPOAdvantage
-    from lib.losses import LOSSES
+    from lib.algorithms.advantages import GDPOAdvantage
+    from lib.algorithms.losses import LOSSES
     from merge import MergeConfig
     from train_grpo import GRPOConfig
     from train_ppo import PPOConfig

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.advantages import GroupAdvantage
-from lib.aggregation import loss_denominator
-from lib.correction import CORRECTIONS, AutoCorrection, Correction, Statistic, log_bounds, statistic
+from lib.algorithms.advantages import GroupAdvantage
+from lib.algorithms.aggregation import loss_denominator
+from lib.algorithms.correction import CORRECTIONS, AutoCorrection, Correction, Statistic, log_bounds, statistic
+from lib.algorithms.losses import ClipLoss, GPGLoss
 from lib.dist import SINGLE
-from lib.losses import ClipLoss, GPGLoss
-from lib.metrics import Metrics
+from lib.tracking.metrics import Metrics
 from lib.types import Batch
 from tests.correction_worker import CASES, random_batch
 from tests.ranks import torchrun

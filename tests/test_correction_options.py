@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from lib.config import parse_args
-from lib.correction import CORRECTIONS, AutoCorrection, Correction
+from lib.algorithms.correction import CORRECTIONS, AutoCorrection, Correction
+from lib.config.flags import parse_args
+from lib.engine.engine import RolloutConfig
 from lib.errors import UserError
-from lib.rollout import RolloutConfig
 from tests.test_correction import BYPASS, DECOUPLED, SINGLE_OPTIONS
 from train_grpo import GRPOConfig
 

@@ -10,17 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification
 
-from lib.batching import make_batch
-from lib.critic import CriticConfig, CriticOptimConfig
-from lib.critic_loss import value_loss
+from lib.algorithms.critic_loss import value_loss
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.forward import compute_values, forward_critic
-from lib.fsdp import FSDPConfig, held_bytes
-from lib.model import build_critic, check_model_config, load_weights_
-from lib.model_files import ModelFiles, check_critic_files, critic_shapes
+from lib.model.batching import make_batch
+from lib.model.critic_config import CriticConfig, CriticOptimConfig
+from lib.model.forward import compute_values, forward_critic
+from lib.model.fsdp import FSDPConfig, held_bytes
+from lib.model.networks import build_critic, check_model_config, load_weights_
+from lib.model.optim import build_optimizer, optimizer_step
 from lib.ops import masked_mean
-from lib.optim import build_optimizer, optimizer_step
+from lib.storage.model_folder import ModelFiles, check_critic_files, critic_shapes
 from tests.critic_worker import BUDGETS, CLIP, with_targets
 from tests.ranks import torchrun
 from tests.tiny import make_model, make_rollouts

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.critic_loss import explained_variance, value_loss
+from lib.algorithms.critic_loss import explained_variance, value_loss
 from lib.dist import SINGLE
 from tests.test_advantages import random_step
 

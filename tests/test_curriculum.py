@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.advantages import ReMaxAdvantage
-from lib.curriculum import POOLS, WEIGHTS, Curriculum
-from lib.data import DataConfig
+from lib.algorithms.advantages import ReMaxAdvantage
+from lib.algorithms.group_filter import GroupFilterConfig, judge
+from lib.data.curriculum import POOLS, WEIGHTS, Curriculum
+from lib.data.prompt_stream import PromptStream
+from lib.data.prompts import DataConfig
+from lib.engine.engine import RolloutConfig
 from lib.errors import DamagedCheckpoint, UserError
-from lib.groups import GroupFilterConfig, judge
-from lib.prompt_stream import PromptStream
-from lib.rollout import RolloutConfig
 from tests.checkpoint_worker import NUM_PROMPTS, make_prompts, respond
 from tests.test_collector import collectors
 from train_grpo import GRPOConfig

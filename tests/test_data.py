@@ -11,17 +11,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lib.config import parse_args
-from lib.data import (
-    DataConfig,
-    check_data_files,
-    load_tokenizer,
-    stop_token_ids,
-    tokenize,
-)
+from lib.config.flags import parse_args
+from lib.data.parquet import write_rows
+from lib.data.prompt_stream import PromptStream
+from lib.data.prompts import DataConfig, check_data_files, tokenize
+from lib.data.tokenizer import load_tokenizer, stop_token_ids
 from lib.errors import UserError
-from lib.parquet import write_rows
-from lib.prompt_stream import PromptStream
 
 TEMPLATE = (
     "{% for message in messages %}\n"
@@ -113,7 +108,7 @@ def test_files_and_template_variables_come_from_the_command_line():
 def test_the_checks_import_neither_transformers_nor_vllm(tmp_path):
     names = write(tmp_path / "a.parquet", [row("x")])
     script = (
-        "import sys; from lib.data import DataConfig, check_data_files; "
+        "import sys; from lib.data.prompts import DataConfig, check_data_files; "
         f"check_data_files(DataConfig(train_files={names!r})); "
         "assert not {'transformers', 'vllm', 'tokenizers'} & set(sys.modules)"
     )

@@ -11,7 +11,7 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
-from lib.run_folder import read_metrics
+from lib.tracking.run_folder import read_metrics
 from tests.ranks import LIMIT_S, ROOT, torchrun
 from tests.tiny import make_model, make_questions, make_tokenizer
 
@@ -61,7 +61,7 @@ def recipe(files):
     path = files / "elsewhere" / "my_recipe.py"
     path.parent.mkdir()
     path.write_text(
-        "from lib.config import parse_cli\n"
+        "from lib.config.flags import parse_cli\n"
         "from train_grpo import GRPOConfig, main\n"
         "config = GRPOConfig(seed=7)\n"
         "if __name__ == '__main__':\n"
@@ -186,7 +186,7 @@ def test_a_disagreement_between_engine_and_trainer_stops_every_rank(files):
     lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert done.returncode == 1 and len(lines) == 1, done.stderr
     assert lines[0].startswith("error[1] engine and trainer disagree about the sampled tokens")
-    assert done.stderr.count("exitcode  : 1") == 2 and "lib/config.py" not in done.stderr
+    assert done.stderr.count("exitcode  : 1") == 2 and "lib/config/flags.py" not in done.stderr
     status = json.loads((files / "mismatch" / "status.json").read_text())
     assert status["state"] == "failed" and status["error"] == lines[0]
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import lib.eval_model
+import lib.evaluation.any_model
 from eval import EvalScriptConfig
-from lib.checkpoint_files import hash_file, publish, stage
-from lib.config import parse_args
+from lib.config.flags import parse_args
+from lib.data.parquet import read_rows
 from lib.dist import SINGLE
 from lib.errors import DamagedCheckpoint, UserError
-from lib.eval_files import COLUMNS, Group, parts_folder
-from lib.eval_model import find_model, iter_weights, load_prompts, what_defines_responses
-from lib.eval_report import render_page, summarise
-from lib.parquet import read_rows
+from lib.evaluation.any_model import find_model, iter_weights, load_prompts, what_defines_responses
+from lib.evaluation.inputs import COLUMNS, Group, parts_folder
+from lib.evaluation.report import render_page, summarise
+from lib.storage.checkpoint_folder import hash_file, publish, stage
 from lib.types import Sample, Score
 from tests.ranks import LIMIT_S, ROOT, torchrun
 from tests.test_eval_files import DATA, ROLLOUT, group
@@ -298,7 +298,7 @@ def test_a_model_without_a_chat_template_is_refused_before_its_weights_are_hashe
     config.pop("chat_template", None)
     (copy / "tokenizer_config.json").write_text(json.dumps(config))
     read = []
-    monkeypatch.setattr(lib.eval_model, "hash_files", lambda *_: read.append(1))
+    monkeypatch.setattr(lib.evaluation.any_model, "hash_files", lambda *_: read.append(1))
     with pytest.raises(UserError, match="no chat template"):
         find_model(str(copy), DATA, ROLLOUT, SINGLE)
     assert not read
@@ -343,7 +343,7 @@ def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_taken(folder, t
 @pytest.mark.slow
 def test_a_parameter_that_no_weight_reaches_stops_the_evaluation(folder, tmp_path):
     code = (
-        "import eval, lib.eval_model as m, sys; whole = m.iter_weights\n"
+        "import eval, lib.evaluation.any_model as m, sys; whole = m.iter_weights\n"
         "m.iter_weights = lambda *a: ((n, w) for n, w in whole(*a) if n != 'model.layers.1.mlp.down_proj.weight')\n"
         "eval.main(eval.parse_cli(eval.EvalScriptConfig()))\n"
     )

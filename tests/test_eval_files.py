@@ -10,12 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from eval import EvalScriptConfig
-from lib import eval_scores, launch
-from lib.config import parse_args
-from lib.data import DataConfig
+from lib.config.flags import parse_args
+from lib.data.parquet import read_rows
+from lib.data.prompts import DataConfig
 from lib.dist import SINGLE
+from lib.engine.engine import RolloutConfig
 from lib.errors import UserError
-from lib.eval_files import (
+from lib.evaluation import scores
+from lib.evaluation.any_model import find_model
+from lib.evaluation.inputs import (
     EvalDataConfig,
     Group,
     Parts,
@@ -26,12 +29,10 @@ from lib.eval_files import (
     read_input,
     write_output,
 )
-from lib.eval_model import find_model
-from lib.eval_report import summarise
-from lib.parquet import read_rows
-from lib.rollout import RolloutConfig
-from lib.scoring import RewardConfig
-from lib.train_config import TrainConfig
+from lib.evaluation.report import summarise
+from lib.launch import checks
+from lib.launch.train_config import TrainConfig
+from lib.rewards.scoring import RewardConfig
 from tests.ranks import LIMIT_S, ROOT
 from tests.tiny import make_questions
 
@@ -146,8 +147,8 @@ def test_the_reward_is_tried_on_rows_that_are_used_and_on_no_others(tmp_path):
     for limit in (1, None):
         train = TrainConfig(data=DataConfig(train_max_samples=limit, val_max_samples=1))
         for trial in (
-            lambda limit=limit: eval_scores.try_reward(RewardConfig(), EvalDataConfig(max_samples=limit), rows),
-            lambda train=train: launch.try_reward(train, rows, rows),
+            lambda limit=limit: scores.try_reward(RewardConfig(), EvalDataConfig(max_samples=limit), rows),
+            lambda train=train: checks.try_reward(train, rows, rows),
         ):
             if limit:
                 assert trial() == "reward: lib.rewards.arithmetic for arithmetic"

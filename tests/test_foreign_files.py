@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lib.checkpoint import _write_beside_weights
-from lib.checkpoint_files import MANIFEST, check, find_checkpoints
+from lib.checkpoints.checkpointer import _write_beside_weights
 from lib.errors import DamagedCheckpoint, UserError
-from lib.model_files import check_model_files
-from lib.verl_shards import read_verl_shards
-from lib.whole_tensors import SafetensorsFolder, read_shards
+from lib.storage.checkpoint_folder import MANIFEST, check, find_checkpoints
+from lib.storage.model_folder import check_model_files
+from lib.storage.verl_shards import read_verl_shards
+from lib.storage.whole_tensors import SafetensorsFolder, read_shards
 from tests.merge_checkpoints import merged, refusal, seal, write_pieces
 from tests.tiny import make_model, make_tokenizer
 

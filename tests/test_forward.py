@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lib.advantages import OptimalTokenBaselineAdvantage
-from lib.batching import make_batch
+from lib.algorithms.advantages import OptimalTokenBaselineAdvantage
 from lib.dist import SINGLE
-from lib.forward import SEQUENCES, compute_log_probs, forward_policy, pack, with_old_log_probs
-from lib.model import build_policy, load_weights_
+from lib.model.batching import make_batch
+from lib.model.forward import SEQUENCES, compute_log_probs, forward_policy, pack, with_old_log_probs
+from lib.model.networks import build_policy, load_weights_
 from tests.tiny import VOCAB_SIZE, make_model, make_rollouts
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from lib.dist import SINGLE, World
-from lib.fsdp import update_bytes
-from lib.model import CausalPolicy, Critic
-from lib.rollout import RolloutConfig, RolloutEngine
+from lib.engine.engine import RolloutConfig, RolloutEngine
+from lib.model.fsdp import update_bytes
+from lib.model.networks import CausalPolicy, Critic
 
 SHAPES = {"0.6b": (1024, 3072, 28, 16), "1.7b": (2048, 6144, 28, 16), "4b": (2560, 9728, 36, 32)}
 

@@ -9,8 +9,8 @@ import pytest
 
 from lib.dist import SINGLE, init_distributed
 from lib.errors import LockstepError, NoSpace, Stopped, UserError
-from lib.run_folder import append, read_metrics, read_status
-from lib.tracking import Run, TrackingConfig
+from lib.tracking.run import Run, TrackingConfig
+from lib.tracking.run_folder import append, read_metrics, read_status
 from tests.checkpoint_folders import fill, on_small_disk
 from tests.checkpoint_worker import config, train
 from tests.ranks import ROOT
@@ -256,7 +256,7 @@ def test_a_terminal_that_is_a_file_on_a_full_disk_does_not_end_the_run(tmp_path)
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_an_error_told_to_a_full_disk_keeps_its_exit_code(tmp_path, stream):
     code = (
-        "from tests.test_full_disk import *; import sys; from lib.config import reporting_errors\n"
+        "from tests.test_full_disk import *; import sys; from lib.config.flags import reporting_errors\n"
         "with reporting_errors(), Run(sys.argv[1], TrackingConfig(), SINGLE, config={}, num_steps=1):\n"
         "    raise NoSpace('no space')\n"
     )

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from lib.algorithms.group_filter import (
+    GroupFilterConfig,
+    StepGroups,
+    goes_on,
+    judge,
+    metric_values,
+    shortage,
+    step_groups,
+)
 from lib.errors import UserError
-from lib.groups import GroupFilterConfig, StepGroups, goes_on, judge, metric_values, shortage, step_groups
 from lib.types import Rollout, Sample, Score
 
 CFG = GroupFilterConfig(enable=True)

@@ -2,8 +2,8 @@
 
 import torch
 
-from lib.host_memory import ALIGNMENT, PAGE, HostMemory
-from lib.tensor_files import HostCopy, locals_of
+from lib.checkpoints.tensor_files import HostCopy, locals_of
+from lib.model.host_memory import ALIGNMENT, PAGE, HostMemory
 
 
 def test_memory_has_the_shapes_asked_for_side_by_side_and_aligned():

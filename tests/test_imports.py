@@ -1,53 +1,29 @@
-"""The direction of dependencies: recipes -> scripts -> lib, and inside lib only upwards in this list."""
+"""The direction of dependencies: recipes -> scripts -> lib, and in lib from room to room as ORDER says."""
 
 import ast
+import graphlib
+import os
+import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from lib.rooms import MOVED
+
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
-    *("errors", "regular_files"),
-    *(
-        "verl_keys",
-        "secret_values",
-        "config",
-        "dist",
-        "messages",
-        "peers",
-        "stopping",
-        "types",
-        "ops",
-        "step_rows",
-        "shaping",
-        "advantages",
-    ),
-    *("aggregation", "selection", "losses", "critic_loss", "groups", "curriculum", "batching", "checkpoint_files"),
-    *("weight_files", "beside_weights", "model_files", "whole_tensors", "verl_shards", "export", "model_source"),
-    *(
-        "schema",
-        "parquet",
-        "custom_dataset",
-        "chat_template",
-        "data",
-        "prompt_stream",
-        "rewards",
-        "scoring",
-        "reward_trial",
-        "metrics",
-    ),
-    *("kl", "correction", "cudnn_attention", "attention", "host_memory", "model", "fsdp", "forward", "optim", "critic"),
-    *("console", "run_folder", "terminal", "tracking", "gumbel", "engine_patches", "rollout", "weight_sync"),
-    *("evaluate", "sampling", "tensor_files", "trainer_file", "checkpoint"),
-    *("train_config", "rollout_files", "branch", "resume", "launch"),
-    *("passk", "eval_files", "eval_model", "eval_scores", "eval_report"),
+    *("errors", "rooms", "regular_files", "secret_values", "config", "dist", "messages", "peers", "stopping", "types"),
+    *("ops", "storage", "tracking", "algorithms", "data", "model", "engine", "rewards", "rollouts", "checkpoints"),
+    *("launch", "evaluation"),
 ]
-"""A lib module imports only modules named before it."""
-HEAVY = {"vllm": {"rollout", "engine_patches"}, "wandb": {"tracking"}, "peft": set(), "math_verify": {"rewards"}}
-"""Package -> the only lib modules that may import it, and only inside functions."""
+"""A room of lib/, or a file beside the rooms, imports only itself and those named before it."""
+HEAVY = {"vllm": {"engine"}, "wandb": {"tracking"}, "peft": set(), "math_verify": {"rewards"}}
+"""Package -> the only rooms that may import it, and only inside functions."""
 LIB = sorted((ROOT / "lib").rglob("[!_]*.py"))
+ROOMS = [name for name in ORDER if (ROOT / "lib" / name).is_dir()]
 
 
 def imported(path: Path, *, top_level_only: bool = False) -> set[str]:
@@ -68,20 +44,52 @@ def name_of(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", LIB, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_lib_module_imports_only_modules_before_it(path):
+def test_a_room_imports_only_rooms_before_it(path):
     name = name_of(path)
     assert name in ORDER, f"{path.name} has no place: add it to ORDER"
     for module in imported(path):
         top, *rest = module.split(".")
         assert top not in ("recipes", "tests") and not top.startswith("train_"), f"{path.name} imports {module}"
         if top == "lib":
-            assert rest[0] in ORDER[: ORDER.index(name)] or rest[0] == name == "rewards", f"{name} imports {module}"
+            assert rest[0] in ORDER[: ORDER.index(name) + 1], f"{name} imports {module}"
+            assert len(rest) > 1 or not (ROOT / "lib" / rest[0]).is_dir(), f"{path.name}: name the file of {module}"
         if top in HEAVY:
             assert name in HEAVY[top], f"{name} imports {module}"
 
 
-def test_every_module_in_the_order_exists():
+def test_every_room_in_the_order_exists():
     assert set(ORDER) == {name_of(path) for path in LIB}
+
+
+def test_no_two_files_import_each_other_however_far_around():
+    imports = {".".join(path.relative_to(ROOT).with_suffix("").parts): imported(path) for path in LIB}
+    tuple(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError, which names them
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_offers_what_its_files_define_and_contributing_lists_it(room):
+    offered = import_module(f"lib.{room}")
+    for name in offered.__all__:
+        assert getattr(offered, name) is not None
+        assert not (ROOT / "lib" / room / f"{name}.py").exists(), "a file hides what has its name"
+    (line,) = re.findall(rf"^    {room}/ +(.*(?:\n {{8,}}.*)*)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert sorted(line.split()) == offered.__all__
+    with pytest.raises(ImportError):
+        exec(f"from lib.{room} import nothing_of_this_name")
+
+
+def test_an_import_of_a_file_that_has_moved_ends_with_one_line_that_names_its_place(tmp_path):
+    assert all((ROOT / "lib" / f"{place.replace('.', '/')}.py").is_file() for place in MOVED.values())
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("from lib.losses import ClipLoss\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(recipe)], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error[2]") and done.stderr.count("\n") == 1
+    assert "`from lib.algorithms import NAME`" in done.stderr
+    recipe.write_text("import lib.no_such_file\n")
+    done = subprocess.run([sys.executable, str(recipe)], capture_output=True, text=True, env=env)
+    assert "ModuleNotFoundError" in done.stderr
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("[!_]*.py")), ids=lambda p: p.name)

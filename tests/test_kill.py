@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from lib.checkpoint_files import find_checkpoints, verify
-from lib.run_folder import read_metrics, read_status
+from lib.storage.checkpoint_folder import find_checkpoints, verify
+from lib.tracking.run_folder import read_metrics, read_status
 from tests.ranks import Job
 from tests.tiny import make_model, make_tokenizer
 

@@ -7,9 +7,9 @@ from typing import get_args
 import pytest
 import torch
 
+from lib.algorithms.kl import KL_ESTIMATORS, KLController, KLRewardConfig, KLType, kl_in_words, penalized_rewards
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.kl import KL_ESTIMATORS, KLController, KLRewardConfig, KLType, kl_in_words, penalized_rewards
 from lib.types import Batch
 from tests.test_advantages import random_step
 

@@ -6,10 +6,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from lib.data.parquet import read_rows
 from lib.errors import UserError
-from lib.parquet import read_rows
 from lib.rewards.last_number import DIFFICULTIES, PREFIX, compute_score, write_answer
-from lib.scoring import GRADERS
+from lib.rewards.scoring import GRADERS
 from recipes import permuted_words
 from recipes.prepare_arithmetic_words import SHARES, WordsConfig, main, make_rows, split_pairs
 

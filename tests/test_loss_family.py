@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.aggregation import aggregate
-from lib.dist import SINGLE
-from lib.losses import (
+from lib.algorithms.aggregation import aggregate
+from lib.algorithms.losses import (
     LOSSES,
     CISPOLoss,
     ClipCovLoss,
@@ -23,7 +22,9 @@ from lib.losses import (
     KLCovLoss,
     SAPOLoss,
 )
-from lib.metrics import Metrics, update_metrics
+from lib.algorithms.step_metrics import update_metrics
+from lib.dist import SINGLE
+from lib.tracking.metrics import Metrics
 from tests.test_losses import MODES, batch_of, denominator_of, one_token, random_batch, slow_loss
 
 VARIED = [

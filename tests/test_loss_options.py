@@ -5,10 +5,8 @@ from typing import get_args
 
 import pytest
 
-from lib.aggregation import LossAggMode
-from lib.config import parse_args
-from lib.errors import UserError
-from lib.losses import (
+from lib.algorithms.aggregation import LossAggMode
+from lib.algorithms.losses import (
     LOSSES,
     CISPOLoss,
     ClipCovLoss,
@@ -20,6 +18,8 @@ from lib.losses import (
     KLCovLoss,
     SAPOLoss,
 )
+from lib.config.flags import parse_args
+from lib.errors import UserError
 from train_grpo import GRPOConfig
 
 

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.aggregation import LossAggMode, aggregate, loss_denominator
+from lib.algorithms.aggregation import LossAggMode, aggregate, loss_denominator
+from lib.algorithms.losses import LOSSES, ClipLoss
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.losses import LOSSES, ClipLoss
 from lib.types import Batch
 
 MODES = get_args(LossAggMode)

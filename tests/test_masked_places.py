@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.aggregation import aggregate
+from lib.algorithms.aggregation import aggregate
+from lib.algorithms.kl import KL_ESTIMATORS, kl_to_reference, penalized_rewards
+from lib.algorithms.losses import ClipLoss
 from lib.dist import SINGLE
-from lib.kl import KL_ESTIMATORS, kl_to_reference, penalized_rewards
-from lib.losses import ClipLoss
-from lib.metrics import Metrics
+from lib.tracking.metrics import Metrics
 from tests.test_advantages import VARIANTS, make_batch
 from tests.test_correction import BYPASS, DECOUPLED, SINGLE_OPTIONS
 from tests.test_loss_family import ALL, NAMES

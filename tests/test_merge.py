@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lib.errors import DamagedCheckpoint, UserError
-from lib.export import plan_files
-from lib.whole_tensors import read_shards
+from lib.storage.export import plan_files
+from lib.storage.whole_tensors import read_shards
 from tests.merge_checkpoints import (  # noqa: F401 (fixtures)
     LOCKSTEP_MODELS,
     VERL_MODELS,
@@ -77,7 +77,7 @@ def test_verls_checkpoint_of_one_rank_holds_plain_tensors(models, tmp_path):
 
 
 def test_a_replicated_buffer_is_taken_once_and_must_be_the_same_on_all_ranks(models, tmp_path):
-    from lib.verl_shards import read_verl_shards
+    from lib.storage.verl_shards import read_verl_shards
 
     for rank in range(2):
         torch.save({"buffer": torch.arange(3.0)}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
@@ -303,7 +303,7 @@ def test_a_layout_that_is_not_fsdps_is_refused(tmp_path):
         "torch.save({'x': x}, sys.argv[1] + '/model_world_size_1_rank_0.pt')\n"
     )
     assert torchrun(1, str(worker), str(tmp_path)).returncode == 0
-    from lib.verl_shards import read_verl_shards
+    from lib.storage.verl_shards import read_verl_shards
 
     with pytest.raises(UserError, match="_StridedShard"):
         read_verl_shards(tmp_path)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lib.config import parse_args
+from lib.config.flags import parse_args
 from lib.errors import LockstepError, UserError
 from merge import MergeConfig, merge
 from tests.checkpoint_folders import on_small_disk

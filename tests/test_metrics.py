@@ -14,21 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from lib.batching import balance_stats
+from lib.algorithms.step_metrics import advantage_metrics, constant_reward_warning, data_metrics, mismatch_metrics
 from lib.dist import SINGLE
-from lib.metrics import (
-    MAX_VARIABLES,
-    Metrics,
-    advantage_metrics,
-    constant_reward_warning,
-    data_metrics,
-    flops_forward,
-    limit_variables,
-    mismatch_metrics,
-    peak_flops,
-    perf_metrics,
-    validation_metrics,
-)
+from lib.model.batching import balance_stats
+from lib.model.speed import flops_forward, peak_flops, perf_metrics
+from lib.rollouts.validation_metrics import MAX_VARIABLES, limit_variables, validation_metrics
+from lib.tracking.metrics import Metrics
 from lib.types import Batch
 from tests.ranks import LIMIT_S, free_port
 
@@ -84,7 +75,8 @@ def run_two_ranks(body: str) -> list[dict]:
     """What each of two gloo processes put into `result`."""
     port = free_port()
     script = (
-        "import json, torch\nfrom lib.dist import init_distributed, shutdown_distributed\nfrom lib.metrics import *\n"
+        "import json, torch\nfrom lib.dist import init_distributed, shutdown_distributed\n"
+        "from lib.tracking.metrics import Metrics\n"
         "from tests.test_metrics import BATCH\nworld = init_distributed()\nresult = {}\n"
         f"{textwrap.dedent(body)}\nprint(json.dumps(result))\nshutdown_distributed()\n"
     )
@@ -300,9 +292,9 @@ def test_throughput_and_times_per_token_are_sums_over_sums():
 
 
 def test_mfu_counts_three_forwards_for_an_update(monkeypatch):
-    monkeypatch.setattr("lib.metrics.torch.cuda.get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr("lib.metrics.torch.cuda.max_memory_allocated", lambda device: 3 * 2**30)
-    monkeypatch.setattr("lib.metrics.torch.cuda.max_memory_reserved", lambda device: 4 * 2**30)
+    monkeypatch.setattr("lib.model.speed.torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("lib.model.speed.torch.cuda.max_memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr("lib.model.speed.torch.cuda.max_memory_reserved", lambda device: 4 * 2**30)
     world = type(SINGLE)(rank=0, size=1, device=torch.device("cuda", 0))
     timings = {"timing_s/step": 1.0, "timing_s/update_actor": 0.5, "timing_s/old_log_prob": 0.25}
     values = perf_metrics(BATCH, timings, world, model_config=QWEN3, update_epochs=2)
@@ -434,9 +426,9 @@ def test_names_made_of_responses_are_limited_over_all_validations_and_counted():
 
 
 def test_every_metric_is_in_the_documentation(monkeypatch):
-    monkeypatch.setattr("lib.metrics.torch.cuda.get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr("lib.metrics.torch.cuda.max_memory_allocated", lambda device: 1)
-    monkeypatch.setattr("lib.metrics.torch.cuda.max_memory_reserved", lambda device: 1)
+    monkeypatch.setattr("lib.model.speed.torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("lib.model.speed.torch.cuda.max_memory_allocated", lambda device: 1)
+    monkeypatch.setattr("lib.model.speed.torch.cuda.max_memory_reserved", lambda device: 1)
     world = type(SINGLE)(rank=0, size=1, device=torch.device("cuda", 0))
     metrics = Metrics(SINGLE)
     batch = BATCH.with_(values=BATCH.advantages)

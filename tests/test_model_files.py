@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from lib.errors import UserError
-from lib.model_files import ARCHITECTURES, check_critic_files, check_model_files, critic_shapes, expected_shapes
+from lib.storage.model_folder import (
+    ARCHITECTURES,
+    check_critic_files,
+    check_model_files,
+    critic_shapes,
+    expected_shapes,
+)
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -423,7 +429,8 @@ def test_the_checks_import_neither_torch_nor_transformers(folder: Path) -> None:
     import subprocess
 
     code = (
-        f"import sys; from lib.model_files import check_model_files as c; c({str(folder)!r}, max_prompt_len=8, "
+        "import sys; from lib.storage.model_folder import check_model_files as c; "
+        f"c({str(folder)!r}, max_prompt_len=8, "
         "max_response_len=8); sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=False).returncode == 0

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lib.critic import CriticConfig
 from lib.dist import SINGLE, init_distributed
 from lib.errors import DamagedCheckpoint, UserError
-from lib.fsdp import iter_full_tensors, load_critic, load_policy
-from lib.launch import check_critic, describe, find_models
-from lib.model import ModelConfig
-from lib.model_files import check_reference
-from lib.resume import Resume, find_resume
+from lib.launch.checks import check_critic, describe, find_models
+from lib.launch.resume import Resume, find_resume
+from lib.model.critic_config import CriticConfig
+from lib.model.fsdp import iter_full_tensors, load_critic, load_policy
+from lib.model.networks import ModelConfig
+from lib.storage.model_folder import check_reference
 from tests.checkpoint_worker import config, make_prompts, train
 from tests.tiny import make_model, make_tokenizer
 

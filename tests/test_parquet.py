@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from lib.data.parquet import check_answer_kinds, count_overlap, read_rows, resolve_file, rows_from_dicts, write_rows
 from lib.errors import UserError
-from lib.parquet import check_answer_kinds, count_overlap, read_rows, resolve_file, rows_from_dicts, write_rows
 
 FLAG = "--data.train-files"
 

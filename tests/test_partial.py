@@ -9,8 +9,8 @@ import math
 
 import pytest
 
-from lib.data import load_tokenizer
-from lib.tracking import read_metrics
+from lib.data.tokenizer import load_tokenizer
+from lib.tracking.run import read_metrics
 from tests import sampling_rewards
 from tests.ranks import torchrun
 from tests.sampling_worker import MANY_STOP_IDS, PARTIAL_CASES, RESPONSE_LEN

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.passk import SUBSETS, confidence_interval, majority_at_k, pass_at_k, powers_up_to
+from lib.evaluation.passk import SUBSETS, confidence_interval, majority_at_k, pass_at_k, powers_up_to
 
 
 @pytest.mark.parametrize("num", range(1, 9))

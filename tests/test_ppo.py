@@ -2,7 +2,7 @@
 
 import pytest
 
-from lib.run_folder import read_metrics
+from lib.tracking.run_folder import read_metrics
 from tests.ranks import torchrun
 from tests.tiny import make_model, make_questions, make_tokenizer
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lib.config import parse_args
-from lib.data import DataConfig, check_data_files
+from lib.config.flags import parse_args
+from lib.data.prompts import DataConfig, check_data_files
 from lib.errors import UserError
 from recipes import prepare_arithmetic
 from recipes.prepare_gsm8k import PrepareConfig, prepare, read_problems, to_row

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lib.run_folder import read_metrics
+from lib.tracking.run_folder import read_metrics
 from tests.ranks import LIMIT_S, ROOT
 
 ACCURACY = "val-core/arithmetic/acc/mean@1"

@@ -11,17 +11,17 @@ from typing import get_args
 import pytest
 import torch
 
-from lib.advantages import ADVANTAGES
-from lib.aggregation import LossAggMode
-from lib.config import parse_args
-from lib.correction import CORRECTIONS
+from lib.algorithms.advantages import ADVANTAGES
+from lib.algorithms.aggregation import LossAggMode
+from lib.algorithms.correction import CORRECTIONS
+from lib.algorithms.kl import KLType
+from lib.algorithms.losses import LOSSES
+from lib.config.flags import parse_args
+from lib.data.parquet import write_rows
 from lib.dist import World
 from lib.errors import UserError
-from lib.kl import KLType
-from lib.launch import check_launch
-from lib.losses import LOSSES
-from lib.parquet import write_rows
-from lib.run_folder import read_metrics
+from lib.launch.checks import check_launch
+from lib.tracking.run_folder import read_metrics
 from recipes import plot_algorithms
 from recipes.prepare_gsm8k import to_row
 from tests.ranks import LIMIT_S, ROOT, torchrun

@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from lib.branch import MAY_DIFFER, flat
-from lib.checkpoint_files import MANIFEST, hash_files, publish
-from lib.config import to_json
-from lib.critic import CriticConfig
-from lib.data import DataConfig, check_data_files
+from lib.config.flags import to_json
+from lib.data.prompts import DataConfig, check_data_files
 from lib.dist import SINGLE, init_distributed
 from lib.errors import DamagedCheckpoint, UserError
-from lib.launch import check_input, load_prompts
-from lib.model_files import check_model_files
-from lib.optim import OptimConfig
-from lib.resume import find_resume, with_date
-from lib.run_folder import launch_id, lock_folder, read_metrics, read_status
+from lib.launch.branch import MAY_DIFFER, flat
+from lib.launch.checks import check_input, load_prompts
+from lib.launch.resume import find_resume, with_date
+from lib.model.critic_config import CriticConfig
+from lib.model.optim import OptimConfig
+from lib.storage.checkpoint_folder import MANIFEST, hash_files, publish
+from lib.storage.model_folder import check_model_files
+from lib.tracking.run_folder import launch_id, lock_folder, read_metrics, read_status
 from tests.checkpoint_worker import REWARD, config, train
 from tests.tiny import make_model, make_questions, make_tokenizer
 from train_ppo import PPOConfig

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lib.run_folder import read_metrics, read_status
+from lib.tracking.run_folder import read_metrics, read_status
 from tests.ranks import LIMIT_S, ROOT, torchrun
 
 NUM_STEPS = 4

@@ -8,13 +8,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lib import eval_scores, launch, reward_trial
-from lib.data import DataConfig
+from lib.data.parquet import Rows, read_rows
+from lib.data.prompts import DataConfig
 from lib.errors import RewardError, UserError
-from lib.eval_files import EvalDataConfig
-from lib.parquet import Rows, read_rows
-from lib.scoring import RewardConfig
-from lib.train_config import TrainConfig
+from lib.evaluation import scores
+from lib.evaluation.inputs import EvalDataConfig
+from lib.launch import checks
+from lib.launch.train_config import TrainConfig
+from lib.rewards import trial as reward_trial
+from lib.rewards.scoring import RewardConfig
 from tests.test_scoring import HEAD, score_all, write
 
 SOURCES = ("arithmetic", "openai/gsm8k", "lighteval/MATH")
@@ -34,9 +36,9 @@ def trials(cfg: RewardConfig, rows: Rows, limit: int | None = None) -> list:
     train = TrainConfig(reward=cfg, data=DataConfig(train_max_samples=limit, val_max_samples=limit))
     none = Rows(tables=(), sources=(), prompt_key="prompt")
     return [
-        partial(eval_scores.try_reward, cfg, EvalDataConfig(max_samples=limit), rows),
-        partial(launch.try_reward, train, rows, none),
-        partial(launch.try_reward, train, none, rows),
+        partial(scores.try_reward, cfg, EvalDataConfig(max_samples=limit), rows),
+        partial(checks.try_reward, train, rows, none),
+        partial(checks.try_reward, train, none, rows),
     ]
 
 

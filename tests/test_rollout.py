@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from lib.engine.engine import RolloutConfig, request_seed
 from lib.errors import UserError
-from lib.rollout import RolloutConfig, request_seed
 from tests.ranks import LIMIT_S, ROOT, torchrun
 from tests.tiny import make_model, make_questions, make_tokenizer
 

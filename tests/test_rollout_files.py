@@ -6,14 +6,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from lib.batching import make_batch
-from lib.data import DataConfig, check_data_files, load_tokenizer, tokenize
+from lib.data.parquet import write_rows
+from lib.data.prompt_stream import PromptStream
+from lib.data.prompts import DataConfig, check_data_files, tokenize
+from lib.data.tokenizer import load_tokenizer
 from lib.dist import SINGLE
-from lib.eval_files import EvalDataConfig, read_input
-from lib.parquet import write_rows
-from lib.prompt_stream import PromptStream
-from lib.rollout_files import save_rollouts
-from lib.tracking import Run, TrackingConfig
+from lib.evaluation.inputs import EvalDataConfig, read_input
+from lib.model.batching import make_batch
+from lib.rollouts.saved_rollouts import save_rollouts
+from lib.tracking.run import Run, TrackingConfig
 from lib.types import Rollout, Score
 from tests.tiny import make_model, make_tokenizer
 from train_grpo import GRPOConfig
@@ -59,7 +60,9 @@ def save(model, folder, files, *, every=1, steps=(1,), num_prompts=2, val_files=
             batch = make_batch(rollouts[::-1], SINGLE, mini_batch_size=6)
             noise = torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(step))
             batch = batch.with_(advantages=noise * batch.response_mask)
-            values = save_rollouts(step, rollouts[::-1], batch, prompts, tokenizer, cfg=cfg, run=run)
+            values = save_rollouts(
+                step, rollouts[::-1], batch, prompts, tokenizer, run=run, shown=not cfg.data.val_files
+            )
             assert bool(values) == (run.dir / "rollouts" / f"step_{step}.parquet").exists()
     return rollouts, batch
 

@@ -17,11 +17,11 @@ from itertools import pairwise
 
 import pytest
 
-from lib.curriculum import WEIGHTS
+from lib.data.curriculum import WEIGHTS
 from lib.dist import SINGLE
-from lib.run_folder import read_metrics
-from lib.sampling import _with_greedy_score
-from lib.scoring import RewardConfig, check_error_rate
+from lib.rewards.scoring import RewardConfig, check_error_rate
+from lib.rollouts.collector import _with_greedy_score
+from lib.tracking.run_folder import read_metrics
 from lib.types import Score
 from tests import sampling_rewards
 from tests.ranks import LIMIT_S, ROOT, torchrun

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
-from lib.optim import OptimConfig, lr_factor
+from lib.model.optim import OptimConfig, lr_factor
 
 LR = 0.5
 

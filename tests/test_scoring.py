@@ -13,9 +13,9 @@ import torch
 
 from lib.dist import SINGLE
 from lib.errors import RewardError, UserError, error_line
-from lib.reward_trial import check_reward
+from lib.rewards.scoring import RewardConfig, Scorer, check_error_rate, error_counts
+from lib.rewards.trial import check_reward
 from lib.rewards.worker import read_result
-from lib.scoring import RewardConfig, Scorer, check_error_rate, error_counts
 from lib.types import Rollout, Sample, Score
 from tests.ranks import free_port
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lib import scoring
-from lib.scoring import RewardConfig, Scorer
+from lib.rewards import scoring
+from lib.rewards.scoring import RewardConfig, Scorer
 from lib.types import Score
 from tests.test_scoring import ROOT, make_rollout, score_all, write
 

@@ -63,8 +63,8 @@ def test_the_script_hands_on_what_the_config_says(script):
 
 
 def test_the_policys_schedule_begins_when_it_begins_to_learn():
-    from lib.critic import CriticConfig
-    from lib.optim import OptimConfig, build_optimizer, set_lr_
+    from lib.model.critic_config import CriticConfig
+    from lib.model.optim import OptimConfig, build_optimizer, set_lr_
     from train_grpo import GRPOConfig
     from train_ppo import PPOConfig
 

@@ -10,13 +10,13 @@ import pytest
 
 import lib.secret_values
 from eval import EvalScriptConfig
-from lib.advantages import ADVANTAGES
-from lib.config import parse_cli, to_json
+from lib.algorithms.advantages import ADVANTAGES
+from lib.config.flags import parse_cli, to_json
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.errors import UserError
-from lib.resume import find_resume
-from lib.reward_trial import check_reward
-from lib.scoring import RewardConfig
+from lib.launch.resume import find_resume
+from lib.rewards.scoring import RewardConfig
+from lib.rewards.trial import check_reward
 from lib.secret_values import blank, equal_but_for_blanks, is_secret_name, remember, secret_variables
 from merge import MergeConfig, merge
 from tests.checkpoint_worker import config, train

@@ -9,9 +9,8 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.dist import SINGLE
-from lib.losses import ClipCovLoss, KLCovLoss
-from lib.selection import (
+from lib.algorithms.losses import ClipCovLoss, KLCovLoss
+from lib.algorithms.selection import (
     best_candidates,
     choose,
     covariances,
@@ -21,6 +20,7 @@ from lib.selection import (
     token_hashes,
     token_sums,
 )
+from lib.dist import SINGLE
 from lib.types import Batch
 from tests.ranks import save_of_rank
 from tests.test_losses import batch_of

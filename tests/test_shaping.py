@@ -7,11 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.advantages import GroupAdvantage
-from lib.aggregation import loss_denominator
-from lib.dist import SINGLE
-from lib.errors import UserError
-from lib.shaping import (
+from lib.algorithms.advantages import GroupAdvantage
+from lib.algorithms.aggregation import loss_denominator
+from lib.algorithms.shaping import (
     OverlongConfig,
     make_token_level_rewards,
     mask_truncated,
@@ -20,6 +18,8 @@ from lib.shaping import (
     shape_rewards,
     token_rewards,
 )
+from lib.dist import SINGLE
+from lib.errors import UserError
 from tests.test_advantages import batch_of, make_batch, random_step
 
 quick = settings(deadline=None, derandomize=True, max_examples=100)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lib.dist import SINGLE
-from lib.run_folder import check_shared
+from lib.tracking.run_folder import check_shared
 from tests.ranks import torchrun
 
 ON_ITS_OWN_DISK = """

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lib.errors import UserError
-from lib.run_folder import read_metrics
+from lib.tracking.run_folder import read_metrics
 from recipes.smollm2_from_package import PackageConfig, convert, gguf_file, halves_apart, main
 from tests.ranks import LIMIT_S, ROOT, torchrun
 

@@ -5,8 +5,8 @@ import math
 
 import torch
 
+from lib.algorithms.step_rows import Groups, StepRows, ordered_sum
 from lib.dist import SINGLE
-from lib.step_rows import Groups, StepRows, ordered_sum
 from tests.test_advantages import batch_of
 
 

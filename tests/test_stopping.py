@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 
 from eval import EvalScriptConfig
-from lib.config import parse_args
+from lib.config.flags import parse_args
 from lib.dist import ATTEMPT, SINGLE
 from lib.errors import Stopped, UserError
-from lib.eval_model import find_model
+from lib.evaluation.any_model import find_model
 from lib.messages import Messages
-from lib.scoring import RewardConfig, Scorer
+from lib.rewards.scoring import RewardConfig, Scorer
 from lib.stopping import ECHO_S, POLL_S, Stopper
-from lib.tracking import read_metrics
+from lib.tracking.run import read_metrics
 from tests.ranks import LIMIT_S, ROOT, Job
 from tests.stopping_worker import SLOW_REWARD, response
 from tests.tiny import make_model, make_questions, make_tokenizer
@@ -333,7 +333,7 @@ def test_a_limit_that_is_no_time_is_refused():
 def test_a_plain_process_stops_with_the_signals_code(tmp_path):
     (tmp_path / "script.py").write_text(
         "import pathlib, time\n"
-        "from lib.config import reporting_errors\n"
+        "from lib.config.flags import reporting_errors\n"
         "from lib.dist import init_distributed\n"
         "from lib.stopping import Stopper\n"
         "with reporting_errors(), Stopper(init_distributed()) as stopper:\n"

@@ -7,12 +7,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
+from lib.checkpoints.tensor_files import (
+    load_model_,
+    load_optimizer_,
+    model_tensors,
+    optimizer_tensors,
+    own_pieces,
+    write_pieces,
+)
 from lib.dist import SINGLE, init_distributed
 from lib.errors import DamagedCheckpoint, UserError
-from lib.fsdp import FSDPConfig, load_policy
-from lib.model import ModelConfig
-from lib.optim import OptimConfig, build_optimizer
-from lib.tensor_files import load_model_, load_optimizer_, model_tensors, optimizer_tensors, own_pieces, write_pieces
+from lib.model.fsdp import FSDPConfig, load_policy
+from lib.model.networks import ModelConfig
+from lib.model.optim import OptimConfig, build_optimizer
 from tests.ranks import torchrun
 from tests.tiny import make_model
 

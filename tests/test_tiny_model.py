@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.data import DataConfig, check_data_files, load_tokenizer, stop_token_ids, tokenize
-from lib.model_files import check_model_files
-from lib.parquet import read_rows
+from lib.data.parquet import read_rows
+from lib.data.prompts import DataConfig, check_data_files, tokenize
+from lib.data.tokenizer import load_tokenizer, stop_token_ids
 from lib.rewards.arithmetic import compute_score, needs_carry, sum_without_carry
+from lib.storage.model_folder import check_model_files
 from recipes.make_tiny_model import TinyModelConfig, warm_up_pairs
 from recipes.make_tiny_model import main as make_tiny_model
 from recipes.prepare_arithmetic import ArithmeticConfig

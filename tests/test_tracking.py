@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from lib.config import reporting_errors
-from lib.console import StartupTimer, format_table, plot_learning_curve
+from lib.config.flags import reporting_errors
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.run_folder import read_metrics, step_files
-from lib.tracking import Run, TrackingConfig
+from lib.tracking.console import StartupTimer, format_table, plot_learning_curve
+from lib.tracking.run import Run, TrackingConfig
+from lib.tracking.run_folder import read_metrics, step_files
 from tests.ranks import LIMIT_S, free_port
 
 ROOT = Path(__file__).parent.parent

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lib.advantages import GroupAdvantage
-from lib.aggregation import LossAggMode
-from lib.batching import make_batch
+from lib.algorithms.advantages import GroupAdvantage
+from lib.algorithms.aggregation import LossAggMode
+from lib.algorithms.losses import LOSSES
 from lib.dist import SINGLE
-from lib.losses import LOSSES
-from lib.optim import OptimConfig, build_optimizer, moments_to_come, optimizer_step
+from lib.model.batching import make_batch
+from lib.model.optim import OptimConfig, build_optimizer, moments_to_come, optimizer_step
 from tests.ranks import torchrun
 from tests.test_forward import reference_log_probs
 from tests.tiny import make_model, make_rollouts

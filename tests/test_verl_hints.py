@@ -6,9 +6,9 @@ from collections import defaultdict
 import pytest
 
 from eval import EvalScriptConfig
-from lib.config import option_names, parse_args
+from lib.config.flags import option_names, parse_args
+from lib.config.verl_keys import VERL_KEYS
 from lib.errors import UserError
-from lib.verl_keys import VERL_KEYS
 from merge import MergeConfig
 from train_grpo import GRPOConfig
 from train_ppo import PPOConfig

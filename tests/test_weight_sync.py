@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from lib.batching import make_batch
+from lib.algorithms.step_metrics import mismatch_metrics
 from lib.dist import SINGLE
+from lib.engine.weight_sync import check_log_probs_diff
 from lib.errors import WeightSyncError
-from lib.metrics import Metrics, mismatch_metrics
-from lib.weight_sync import check_log_probs_diff
+from lib.model.batching import make_batch
+from lib.tracking.metrics import Metrics
 from tests.tiny import make_rollouts
 
 BATCH = make_batch(make_rollouts(), SINGLE, mini_batch_size=12)

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from lib.config import parse_args
+from lib.config.flags import parse_args
 from lib.errors import UserError
 from tests.test_config import Config, message
 

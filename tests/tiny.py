@@ -76,7 +76,7 @@ def make_tokenizer(path: Path) -> None:
 
 def make_questions(path: Path, *, count: int, start: int) -> None:
     """A parquet file in verl's schema: "what is N", with the answer N."""
-    from lib.parquet import write_rows
+    from lib.data.parquet import write_rows
 
     write_rows(
         path,

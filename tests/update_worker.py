@@ -12,19 +12,19 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import lib.fsdp
-from lib.advantages import GroupAdvantage
-from lib.aggregation import aggregate, loss_denominator
-from lib.batching import iter_micro_batches, iter_mini_batches, make_batch
-from lib.correction import Correction
+import lib.model.fsdp
+from lib.algorithms.advantages import GroupAdvantage
+from lib.algorithms.aggregation import aggregate, loss_denominator
+from lib.algorithms.correction import Correction
+from lib.algorithms.kl import kl_to_reference
+from lib.algorithms.losses import LOSSES, ClipLoss
 from lib.dist import init_distributed, shutdown_distributed
-from lib.forward import compute_log_probs, forward_policy
-from lib.fsdp import FSDPConfig, begin_micro_batch, iter_full_tensors, iter_gathered, load_policy
-from lib.kl import kl_to_reference
-from lib.losses import LOSSES, ClipLoss
-from lib.metrics import Metrics
-from lib.model import ModelConfig
-from lib.optim import OptimConfig, build_optimizer, optimizer_step
+from lib.model.batching import iter_micro_batches, iter_mini_batches, make_batch
+from lib.model.forward import compute_log_probs, forward_policy
+from lib.model.fsdp import FSDPConfig, begin_micro_batch, iter_full_tensors, iter_gathered, load_policy
+from lib.model.networks import ModelConfig
+from lib.model.optim import OptimConfig, build_optimizer, optimizer_step
+from lib.tracking.metrics import Metrics
 from tests.tiny import make_rollouts
 
 BUDGETS = (30, 60, 10_000)
@@ -102,7 +102,7 @@ def tall_and_short(world):
 
 def gathered_in_buckets(model, dtype, bucket_bytes):
     """How many buckets it took; an error where a name or a bit differs from DTensor's own gather, on any rank."""
-    lib.fsdp.BUCKET_BYTES = bucket_bytes
+    lib.model.fsdp.BUCKET_BYTES = bucket_bytes
     buckets = list(iter_gathered(model, dtype))
     expected = [(name, p.detach().to(dtype).full_tensor()) for name, p in model.named_parameters()]
     sizes = [sum(tensor.nbytes for tensor in bucket.values()) for bucket in buckets]

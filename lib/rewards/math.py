@@ -2,7 +2,7 @@ r"""Competition mathematics: does math-verify find the response's answer equal t
 
 math-verify reads LaTeX and plain expressions and compares them with sympy, which some answers keep busy for ever
 (`9^{9^{9^9}}`). Its own time limits are alarms that user code can swallow, so they are off: the worker process that
-runs this file is killed instead (lib/scoring.py).
+runs this file is killed instead (lib/rewards/scoring.py).
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""The process that runs reward functions, one response at a time: started, timed and ended by lib/scoring.py.
+"""The process that runs reward functions, one response at a time: started, timed and ended by lib/rewards/scoring.py.
 
 Imports little but the standard library, so that it starts in milliseconds, and never the trainer: the user's file is
 compiled and run here. Requests are pickled (the trainer's own data), replies are JSON (nothing the reward code returns

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lib.checkpoints.tensor_files import model_tensors, optimizer_tensors, own_pieces
 from lib.dist import init_distributed
-from lib.fsdp import FSDPConfig, load_policy, offload, onload
-from lib.model import ModelConfig
-from lib.optim import HostAdamW, build_optimizer
-from lib.resume import find_resume
-from lib.tensor_files import model_tensors, optimizer_tensors, own_pieces
+from lib.launch.resume import find_resume
+from lib.model.fsdp import FSDPConfig, load_policy, offload, onload
+from lib.model.networks import ModelConfig
+from lib.model.optim import HostAdamW, build_optimizer
 from tests.checkpoint_worker import config, train
 from tests.tiny import make_model, make_tokenizer
 

@@ -40,7 +40,7 @@ def expected_token(logits, seed, position, temperature, quarter):
     ("vocab_size", "dtype"), [(151_936, torch.bfloat16), (5_003, torch.float32), (40, torch.float32)]
 )
 def test_the_race_takes_the_token_and_the_log_prob_of_the_slow_one(vocab_size, dtype):
-    from lib.gumbel import NUM_QUARTER, race
+    from lib.engine.gumbel import NUM_QUARTER, race
 
     generator = torch.Generator("cuda").manual_seed(0)
     rows = torch.randn(200, vocab_size + 24, device="cuda", generator=generator).mul(3).to(dtype)
@@ -74,7 +74,7 @@ def test_the_race_takes_the_token_and_the_log_prob_of_the_slow_one(vocab_size, d
 
 @pytest.mark.parametrize("vocab_size", [151_936, 5_003, 40])
 def test_logits_that_are_no_numbers_give_a_token_all_the_same_and_no_log_prob(vocab_size):
-    from lib.gumbel import race
+    from lib.engine.gumbel import race
 
     logits = torch.randn(5, vocab_size, device="cuda")
     logits[0] = logits[4] = float("nan")
@@ -92,7 +92,7 @@ def test_exponential_numbers_are_exact_from_the_smallest_to_the_largest():
     import triton
     import triton.language as tl
 
-    from lib.gumbel import _exponential
+    from lib.engine.gumbel import _exponential
 
     @triton.jit
     def kernel(bits_ptr, out_ptr, count: tl.constexpr):
@@ -112,7 +112,7 @@ def test_exponential_numbers_are_exact_from_the_smallest_to_the_largest():
 
 
 def test_the_race_is_won_as_often_as_the_probabilities_say():
-    from lib.gumbel import race
+    from lib.engine.gumbel import race
 
     count, places = 400_000, [3, 1500, 2500, 3999, 4500]
     logits = torch.full((1, 5000), -8.0, device="cuda")
@@ -131,8 +131,8 @@ def test_the_race_is_won_as_often_as_the_probabilities_say():
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 8, 128), (4, 2, 64), (6, 1, 96)])
 def test_packed_attention_by_cudnn_is_as_exact_as_torchs(heads, kv_heads, dim):
-    from lib.attention import _attend_each, _attend_varlen
-    from lib.cudnn_attention import attend_by_cudnn, has_cudnn
+    from lib.model.attention import _attend_each, _attend_varlen
+    from lib.model.cudnn_attention import attend_by_cudnn, has_cudnn
 
     assert has_cudnn()
     for lens in ([1, 700, 130, 128, 3, 64], [2_500, 90], [5]):
@@ -166,7 +166,7 @@ def test_packed_attention_by_cudnn_is_as_exact_as_torchs(heads, kv_heads, dim):
 def test_packed_attention_as_transformers_calls_it(sliding_window):
     """Tensors that lie head by head, another scale, several compiled sizes, more tokens than one workspace is for, and
     a stream of its own."""
-    import lib.attention as attention
+    import lib.model.attention as attention
 
     attention.register_packed_attention()
     assert attention._has_cudnn
@@ -194,7 +194,7 @@ def test_packed_attention_as_transformers_calls_it(sliding_window):
 
 
 def test_cudnn_works_in_what_the_estimate_of_memory_says():
-    from lib.cudnn_attention import _plan
+    from lib.model.cudnn_attention import _plan
 
     for num_seqs, longest in ((16, 1024), (128, 4608)):
         _, _, size = _plan(True, 0, num_seqs, longest, 16_384, 16, 128, 8, 0.1)

@@ -13,26 +13,27 @@ from functools import partial
 import torch
 import vllm
 
-import lib.engine_patches
-import lib.gumbel
-import lib.optim
-import lib.rollout
-from lib.advantages import GroupAdvantage
-from lib.aggregation import aggregate
-from lib.batching import iter_micro_batches, make_batch
-from lib.correction import CORRECTIONS
+import lib.engine.engine
+import lib.engine.gumbel
+import lib.engine.patches
+import lib.model.optim
+from lib.algorithms.advantages import GroupAdvantage
+from lib.algorithms.aggregation import aggregate
+from lib.algorithms.correction import CORRECTIONS
+from lib.algorithms.losses import ClipLoss
+from lib.algorithms.step_metrics import mismatch_metrics, update_metrics
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
-from lib.engine_patches import TokenIds, short_cuts
+from lib.engine.engine import RolloutConfig, RolloutEngine, Sampling
+from lib.engine.patches import TokenIds, short_cuts
+from lib.engine.weight_sync import WeightSync
 from lib.errors import Stopped, UserError
-from lib.forward import forward_policy
-from lib.fsdp import FSDPConfig, begin_micro_batch, load_policy
-from lib.losses import ClipLoss
-from lib.metrics import Metrics, mismatch_metrics, update_metrics
-from lib.model import ModelConfig
-from lib.optim import HostAdamW
-from lib.rollout import RolloutConfig, RolloutEngine, Sampling
+from lib.model.batching import iter_micro_batches, make_batch
+from lib.model.forward import forward_policy
+from lib.model.fsdp import FSDPConfig, begin_micro_batch, load_policy
+from lib.model.networks import ModelConfig
+from lib.model.optim import HostAdamW
+from lib.tracking.metrics import Metrics
 from lib.types import Rollout, Score
-from lib.weight_sync import WeightSync
 from tests.rollout_worker import SAMPLES, TEMPERATURE, generate, summary
 from tests.tiny import make_rollouts
 
@@ -111,7 +112,7 @@ def of_the_update(path, world):
 
 def of_the_optimizer():
     """Whether moments on the host give AdamW's weights bit for bit, over several chunks."""
-    lib.optim.CHUNK = 1000
+    lib.model.optim.CHUNK = 1000
     generator = torch.Generator("cuda").manual_seed(0)
     sizes = ((700,), (30, 20), (5000,), (1,), (0,), (400,))
     start = [torch.randn(size, device="cuda", generator=generator) for size in sizes]
@@ -145,7 +146,7 @@ def count_calls(owner, name):
 
 def of_the_engine(path, world):
     """Short cuts against vLLM's scheduler as it is, under preemption and prefix hits; both ways of syncing."""
-    lib.engine_patches.FULL_WAVES = 0.2  # from some number of sequences on no splits, as in a large batch
+    lib.engine.patches.FULL_WAVES = 0.2  # from some number of sequences on no splits, as in a large batch
     vllm.LLM = partial(vllm.LLM, num_gpu_blocks_override=150)  # 40 responses of 240 tokens want 600 blocks of 16
     engine = RolloutEngine(
         RolloutConfig(max_response_len=240, max_num_batched_tokens=2048, gpu_memory_utilization=0.3), path,
@@ -177,10 +178,10 @@ def of_the_engine(path, world):
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
     from vllm.v1.worker.gpu.sample import sampler
 
-    races, builds = count_calls(lib.gumbel, "race"), count_calls(FlashAttentionMetadataBuilder, "build")
+    races, builds = count_calls(lib.engine.gumbel, "race"), count_calls(FlashAttentionMetadataBuilder, "build")
     plain, results = sampler.gumbel_sample, {}
     for name, patches in {"short cuts": short_cuts, "plain": lambda _: nullcontext()}.items():
-        lib.rollout.short_cuts = patches
+        lib.engine.engine.short_cuts = patches
         engine._llm.reset_prefix_cache()
         count.clear()
         rounds = [generate(engine, SAMPLES, world, n=4, max_response_len=240) for _ in range(2)]
@@ -190,7 +191,7 @@ def of_the_engine(path, world):
     found["splits"] = sorted({metadata.max_num_splits for metadata in builds})
     found["short cuts change nothing"] = results["short cuts"] == results["plain"]
     found["longest"] = max(len(ids) for _, _, ids, _ in results["plain"][0][0])
-    lib.rollout.short_cuts = short_cuts
+    lib.engine.engine.short_cuts = short_cuts
 
     def hand_over():
         """The GPU to the trainer and back, as between two steps."""

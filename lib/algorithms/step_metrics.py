@@ -1,0 +1,112 @@
+"""What a step measures of its batch and of its updates. docs/metrics.md defines each number; names are verl's."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lib.algorithms.critic_loss import explained_variance
+from lib.algorithms.shaping import response_rewards
+from lib.tracking.metrics import Metrics
+from lib.types import Batch
+
+
+def data_metrics(batch: Batch, metrics: Metrics, *, max_prompt_len: int) -> None:
+    """Adds critic/score, response_length/*, prompt_length/*, response/* and reward/* of the step's rows, as scored.
+
+    Before a correction or the length limit leaves any of them out. Local to the rank.
+    """
+    metrics.add_stats("critic/score", batch.scores[batch.valid])
+    metrics.add_mean(
+        "training/stale_tokens_ratio", (batch.stale & batch.response_mask).sum(), batch.response_mask.sum()
+    )
+    metrics.add_stats("response_length", batch.response_lens)
+    metrics.add_stats("prompt_length", batch.prompt_lens)
+    for name, flags in {
+        "response_length/clip_ratio": batch.truncated,
+        "prompt_length/clip_ratio": batch.prompt_lens >= max_prompt_len,
+        "response/aborted_ratio": batch.response_lens == 0,
+        "reward/excluded_ratio": ~batch.valid,
+    }.items():
+        metrics.add_mean(name, flags.sum(), len(batch))
+
+
+def advantage_metrics(batch: Batch, metrics: Metrics) -> None:
+    """Adds critic/rewards, critic/advantages, critic/returns, with a critic its values, and how many rows train.
+
+    Also reward/constant_group_ratio, of all rewards that train. Executed by all ranks together, after the advantages
+    are known (a group may be spread over ranks).
+    """
+    rewards = response_rewards(batch)  # (B,)
+    metrics.add_stats("critic/rewards", rewards[batch.valid])
+    metrics.add_stats("critic/advantages", batch.advantages[batch.response_mask])
+    metrics.add_stats("critic/returns", batch.returns[batch.response_mask])
+    metrics.add_mean("training/excluded_ratio", (~batch.valid).sum(), len(batch))
+    if batch.values is not None:
+        metrics.add_stats("critic/values", batch.values[batch.response_mask])
+        explained = explained_variance(batch.values, batch.returns, batch.response_mask, metrics.world)
+        metrics.set("critic/vf_explained_var", explained)
+    groups: dict[int, set[tuple[float, ...]]] = defaultdict(set)
+    trains = rewards[:, None] if batch.named_rewards is None else torch.column_stack((rewards, batch.named_rewards))
+    rows = list(zip(batch.uids.tolist(), map(tuple, trains.tolist()), batch.valid.tolist(), strict=True))
+    for uid, numbers, valid in (row for of_rank in metrics.world.gather(rows) for row in of_rank):
+        groups[uid].update([numbers] if valid else [])
+    constant = sum(len(different) < 2 for different in groups.values())
+    metrics.set("reward/constant_group_ratio", constant / len(groups) if groups else math.nan)
+
+
+def constant_reward_warning(constant_group_ratios: Sequence[float]) -> str | None:
+    """A warning when all groups of the last 3 steps that had any had equal rewards, else None.
+
+    Takes the steps' reward/constant_group_ratio, NaN without a group. Such steps have advantages of exactly zero and
+    train nothing.
+    """
+    recent = [ratio for ratio in constant_group_ratios if not math.isnan(ratio)][-3:]
+    if len(recent) < 3 or any(ratio < 1.0 for ratio in recent):
+        return None
+    return (
+        "no signal: 100 % of the groups had equal rewards in each of the last 3 steps that had any, so nothing is "
+        "learned; look at the responses in samples/ and at the reward function, or use prompts solved only sometimes"
+    )
+
+
+def update_metrics(
+    metrics: Metrics, mask: Tensor, *, terms: Mapping[str, Tensor], stats: Mapping[str, Tensor], num_updates: int,
+    role: Literal["actor", "critic"] = "actor",
+) -> None:  # fmt: skip
+    """Adds ROLE/NAME of a micro-batch: losses summed over micro-batches and ranks, other numbers as token means.
+
+    `terms` are this micro-batch's shares of a mini-batch's losses (scalars), averaged over the step's `num_updates`
+    optimizer steps; `stats` are (b, t), averaged over the True places of `mask` (b, t).
+    """
+    for name, share in terms.items():
+        metrics.add_sum(f"{role}/{name}", share.detach() / num_updates)
+    for name, values in stats.items():
+        metrics.add_mean(f"{role}/{name}", torch.where(mask, values.detach(), 0.0).sum(), mask.sum())
+
+
+def mismatch_metrics(log_probs: Tensor, batch: Batch, metrics: Metrics) -> None:
+    """Adds training/rollout_probs_diff_* and training/rollout_log_probs_diff/* of a micro-batch's response tokens.
+
+    `log_probs` (b, T) are of the pass before the update or, where there is none, of the update's own forward over the
+    first mini-batch: those of the policy that generated. What an older one sampled is left out. A token that is not
+    finite on either side is counted, not compared. Adds nothing when the engine reported no log-probs.
+    """
+    if batch.rollout_log_probs is None or log_probs.numel() == 0:
+        return
+    trainer, engine = log_probs.detach().double(), batch.rollout_log_probs.double()  # (b, T)
+    finite = torch.isfinite(trainer) & torch.isfinite(engine)
+    used = batch.response_mask & finite & ~batch.stale
+    trainer, engine = torch.where(used, trainer, 0.0), torch.where(used, engine, 0.0)
+    log_diff, diff = (trainer - engine).abs(), (trainer.exp() - engine.exp()).abs()  # 0 where not used
+    count = used.sum()
+    metrics.add_mean("training/rollout_log_probs_diff/mean", log_diff.sum(), count)
+    metrics.add_max("training/rollout_log_probs_diff/max", log_diff.max(), count)
+    metrics.add_mean("training/rollout_probs_diff_mean", diff.sum(), count)
+    metrics.add_max("training/rollout_probs_diff_max", diff.max(), count)
+    metrics.add_std("training/rollout_probs_diff_std", diff.sum(), diff.square().sum(), count=count)
+    metrics.add_max("training/rollout_probs_diff_valid", count > 0)
+    metrics.add_sum("training/rollout_log_probs_nonfinite", (batch.response_mask & ~finite).sum())

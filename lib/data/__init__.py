@@ -1,0 +1,12 @@
+"""Parquet to prompts: checks, chat template, lengths, one date, and their seeded order."""
+
+from lib.rooms import exports
+
+__all__, __getattr__ = exports(
+    __name__,
+    chat_template="ChatTemplate",
+    parquet="Rows read_rows write_rows",
+    prompt_stream="PromptStream",
+    prompts="DataConfig DataFiles Prompts check_data_files tokenize",
+    tokenizer="load_tokenizer stop_token_ids",
+)

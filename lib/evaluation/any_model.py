@@ -1,0 +1,157 @@
+"""The model of an evaluation: found wherever it lies, and written into the engine tensor by tensor."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lib.data.parquet import Rows
+from lib.data.prompts import DataFiles, Prompts, tokenize
+from lib.data.tokenizer import load_tokenizer, stop_token_ids
+from lib.dist import World
+from lib.engine.engine import RolloutConfig, RolloutEngine
+from lib.errors import DamagedCheckpoint, WeightSyncError
+from lib.evaluation.inputs import EvalDataConfig
+from lib.model.networks import check_model_config, read_weight_
+from lib.storage.checkpoint_folder import FileEntry, hash_files, share
+from lib.storage.model_folder import ModelFiles, check_model_files, expected_shapes
+from lib.storage.model_source import find_actor, verify_actor
+from lib.storage.weight_headers import iter_weight_files
+from lib.storage.whole_tensors import SafetensorsFolder, read_shards
+
+SAMPLING = ("n", "max_response_len", "temperature", "top_p", "top_k", "ignore_eos")
+"""The fields of RolloutConfig that decide what is sampled, beside `stop`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalModel:
+    """A model that passed the checks."""
+
+    files: ModelFiles
+    """Where its config and tokenizer are."""
+    tokenizer: Any
+    shards: Path | None
+    """The folder of a checkpoint's weights; None: safetensors in the folder of `files`."""
+    fingerprint: str
+    """16 hexadecimal digits that change with any byte of the weights or of config.json."""
+    warnings: tuple[str, ...]
+
+
+def find_model(path: str, data: EvalDataConfig, rollout: RolloutConfig, world: World) -> EvalModel:
+    """The model at a Hugging Face folder, a hub id, RUN (its newest whole checkpoint), global_step_N or .../actor.
+
+    Executed by all ranks together, which share the hashing. Raises UserError as training does, DamagedCheckpoint for a
+    checkpoint that is not what was saved.
+    """
+    actor, warnings = world.on_rank_0(lambda: find_actor(path, "--model.path"))  # its run may go on meanwhile
+    files = world.agree(
+        lambda: check_model_files(
+            path if actor is None else str(actor / "huggingface"), with_weights=actor is None,
+            max_prompt_len=data.max_prompt_len, max_response_len=rollout.max_response_len,
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+        )
+    )  # fmt: skip
+    # Before the hashing, which takes minutes for a large model.
+    tokenizer = world.agree(lambda: load_tokenizer(files.folder, chat_template_kwargs=data.chat_template_kwargs))
+    hashes = _hash_folder(files.folder, world) if actor is None else verify_actor(actor, world)
+    text = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
+    return EvalModel(
+        files=files,
+        tokenizer=tokenizer,
+        shards=None if actor is None else actor / "model",
+        fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
+        warnings=tuple(warnings),
+    )
+
+
+def _hash_folder(folder: Path, world: World) -> dict[str, str]:
+    """{file: hash} of a Hugging Face folder's weights and config."""
+    paths = [folder / "config.json", *(file for file, _ in iter_weight_files(folder))]
+    sizes = {path.relative_to(folder).as_posix(): FileEntry(path.stat().st_size, "") for path in paths}
+    own = world.agree(lambda: hash_files(folder, share(sizes, world.rank, world.size)))
+    return {name: entry.hash for of_rank in world.gather(own) for name, entry in of_rank.items()}
+
+
+def load_prompts(data: EvalDataConfig, model: EvalModel, rows: Rows, *, date: str) -> tuple[list[int], Prompts]:
+    """The ids that end a response, and the prompts under the chat template on that date. Raises UserError."""
+    folder = model.files.folder
+    check_model_config(str(folder), expected_shapes(model.files.config))
+    files = DataFiles(train=None, val=rows, warnings=())
+    options = dict(split="val", date=date, files_flag="--data.files")
+    prompts = tokenize(data.as_validation(), files, model.tokenizer, **options)
+    return stop_token_ids(model.tokenizer, folder), prompts
+
+
+def what_defines_responses(
+    rollout: RolloutConfig, model: EvalModel, prompts: Prompts, stop_ids: list[int], *, dtype: str, seed: int
+) -> dict[str, Any]:
+    """Everything that the responses follow from: with the same values, finished ones need not be generated again."""
+    sampling = {f"--rollout.{name.replace('_', '-')}": getattr(rollout, name) for name in SAMPLING}
+    return sampling | {
+        "--rollout.stop": list(rollout.stop),
+        "--seed": seed,
+        "--model.dtype": dtype,
+        "model": model.fingerprint,
+        "prompts": prompts.fingerprint,
+        "stop token ids": stop_ids,
+        **({"date": prompts.date} if prompts.date else {}),
+    }
+
+
+# ---- Weights ----
+
+
+def iter_weights(model: EvalModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by its Hugging Face name, whole, on the CPU, in the given precision; one at a time.
+
+    Raises UserError or DamagedCheckpoint for a tensor that is missing, of another shape, or not finite.
+    """
+    shapes = expected_shapes(model.files.config)
+    if model.shards is None:
+        folder = SafetensorsFolder(model.files.folder)
+        for name, shape in shapes.items():
+            tensor = torch.empty(shape, dtype=dtype)
+            read_weight_(folder, tensor, name)
+            yield name, tensor
+        return
+    shards = read_shards(model.shards)
+    found = {name: tensor.shape for name, tensor in shards.tensors.items()}
+    if found != shapes:
+        name = min(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
+        raise DamagedCheckpoint(
+            f"the checkpoint's weights are not those of its config.json; {name} in {model.shards}; found shape "
+            f"{found.get(name)}, expected {shapes.get(name)}; use another checkpoint of the run"
+        )
+    for name in shapes:
+        shards.tensors[name].check()
+        yield name, shards.tensors[name].read(dtype)
+        shards.release()
+
+
+def load_engine_(engine: RolloutEngine, model: EvalModel, world: World) -> int:
+    """Writes the model into the engine; gives the number of engine parameters, none of which keeps a number it had.
+
+    Every parameter is NaN before, and finite after: the engine started with random weights, and one that was left so
+    would be seen by nobody. Executed by all ranks; raises WeightSyncError on all of them.
+    """
+
+    @torch.no_grad()
+    def load() -> int:
+        held = engine.parameters()
+        for parameter in held.values():
+            parameter.fill_(torch.nan)
+        engine.load_weights(iter_weights(model, next(iter(held.values())).dtype))
+        left = sorted(name for name, parameter in held.items() if not bool(torch.isfinite(parameter).all()))
+        if left:
+            raise WeightSyncError(
+                f"the model did not reach {len(left)} of {len(held)} engine parameters; {model.files.folder}; the "
+                f"first is {left[0]}; its architecture is laid out in a way this version does not know; please report "
+                "the model's config.json"
+            )
+        return len(held)
+
+    return world.agree(load)

@@ -1,0 +1,236 @@
+"""What an evaluation found: the summary as JSON, as a table for the terminal, and as a page with samples.
+
+A response's value is the reward function's `acc` where it returns one, else its score. pass@k and maj@k need values
+that are 0 or 1; for other scores they are left out.
+"""
+
+import html
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from lib.evaluation.inputs import Group, prediction_of
+from lib.evaluation.passk import confidence_interval, majority_at_k, pass_at_k, powers_up_to
+from lib.tracking.console import format_table
+from lib.types import Sample, Score
+
+SHOWN = 5  # worst and best prompts on the page
+MAX_SHOWN = 3000  # characters of a text there
+BINS = 24
+
+Summary = dict[str, Any]
+
+
+def summarise(groups: Sequence[Group], data_sources: Sequence[str]) -> dict[str, Summary]:
+    """{data source: its summary}, and "overall" over all prompts. `data_sources` has one entry a group.
+
+    A summary has num_prompts, num_responses, n; mean@n and for k = 1, 2, 4, ... n pass@k and maj@k, each {value, low,
+    high} with its 95 % confidence interval over prompts (passk.py); variable (acc or score), score_mean, score_std,
+    num_unscored; truncation_rate, format_rate; response_length {mean, std, min, median, p90, p99, max} in tokens. What
+    is not known is left out. A response whose reward failed is in num_unscored and in no mean; a prompt counts for k if
+    it has k scored responses. format_rate: the mean of `format` where the function returns it, else the share of
+    responses in which it found an answer (`pred`).
+    """
+    assert groups and len(groups) == len(data_sources)
+    result = {
+        source: _summary([group for group, other in zip(groups, data_sources, strict=True) if other == source])
+        for source in sorted(set(data_sources))
+    }
+    return {**result, "overall": _summary(groups)}
+
+
+def _summary(groups: Sequence[Group]) -> Summary:
+    num_responses = sum(len(group.responses) for group in groups)
+    summary: Summary = {
+        "num_prompts": len(groups),
+        "num_responses": num_responses,
+        "n": max(len(group.responses) for group in groups),
+    }
+    if groups[0].scores is not None:
+        summary |= _score_summary([group.scores for group in groups], summary["n"])
+    reasons = [reason for group in groups for reason in group.finish_reasons if reason is not None]
+    if reasons:
+        summary["truncation_rate"] = reasons.count("length") / len(reasons)
+    lengths = [length for group in groups for length in group.response_lengths if length is not None]
+    if lengths:
+        p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()
+        summary["response_length"] = {
+            "mean": float(np.mean(lengths)), "std": float(np.std(lengths)), "min": min(lengths), "median": p50,
+            "p90": p90, "p99": p99, "max": max(lengths),
+        }  # fmt: skip
+    return summary
+
+
+def _score_summary(scores: Sequence[Sequence[Score]], n: int) -> Summary:
+    scored = [[score for score in of_prompt if score.score is not None] for of_prompt in scores]
+    every = list(chain.from_iterable(scored))
+    variable = variable_of(every)
+    num_scored = len(every)
+    summary: Summary = {"variable": variable, "num_unscored": sum(map(len, scores)) - num_scored}
+    if not every:
+        return summary
+    values = [[value_of(score, variable) for score in of_prompt] for of_prompt in scored]
+
+    is_binary = set(chain.from_iterable(values)) <= {0.0, 1.0}
+
+    def estimate(per_prompt: list[float]) -> dict[str, float]:
+        low, high = confidence_interval(per_prompt, most=num_scored if is_binary else None)
+        return {"value": float(np.mean(per_prompt)), "low": low, "high": high}
+
+    summary[f"mean@{n}"] = estimate([float(np.mean(of_prompt)) for of_prompt in values if of_prompt])
+    has_answers = any(prediction_of(score) is not None for score in every)
+    for k in powers_up_to(n) if is_binary else []:
+        enough = [place for place, of_prompt in enumerate(values) if len(of_prompt) >= k]
+        if not enough:
+            continue
+        counts = ((len(values[place]), int(sum(values[place]))) for place in enough)
+        summary[f"pass@{k}"] = estimate([pass_at_k(num, num_correct, k) for num, num_correct in counts])
+        if has_answers:
+            answers = {place: [prediction_of(score) for score in scored[place]] for place in enough}
+            summary[f"maj@{k}"] = estimate([majority_at_k(values[place], answers[place], k) for place in enough])
+    numbers = [score.score for score in every]
+    summary |= {"score_mean": float(np.mean(numbers)), "score_std": float(np.std(numbers))}
+    formats = [float(score.extras["format"]) for score in every if not isinstance(score.extras.get("format", ""), str)]
+    if formats:
+        summary["format_rate"] = float(np.mean(formats))
+    elif has_answers:
+        summary["format_rate"] = sum(prediction_of(score) is not None for score in every) / num_scored
+    return summary
+
+
+def variable_of(scores: Sequence[Score]) -> str:
+    """`acc` when the reward function returns such a number for every response, else `score`."""
+    has_acc = all(not isinstance(score.extras.get("acc", ""), str) for score in scores)
+    return "acc" if scores and has_acc else "score"
+
+
+def value_of(score: Score, variable: str) -> float:
+    """The variable's number of one scored response."""
+    return float(score.extras["acc"] if variable == "acc" else score.score)
+
+
+# ---- Terminal ----
+
+
+def summary_table(summaries: Mapping[str, Summary]) -> str:
+    """The summaries in aligned columns, a row a metric and a column a data source."""
+    header, rows = _table(summaries)
+    return format_table(header, rows)
+
+
+def _table(summaries: Mapping[str, Summary]) -> tuple[list[str], list[list[str]]]:
+    names = list(dict.fromkeys(name for summary in summaries.values() for name in summary))
+    shown = {name: summary for name, summary in summaries.items() if name != "overall" or len(summaries) > 2}
+    rows = [[name, *(_cell(summary.get(name)) for summary in shown.values())] for name in names]
+    return ["", *shown], rows
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, Mapping) and "low" in value:
+        return f"{value['value']:.4f} [{value['low']:.4f}, {value['high']:.4f}]"
+    if isinstance(value, Mapping):
+        return f"{value['mean']:.1f} ({value['min']} to {value['max']})"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+# ---- Page ----
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #222 }
+table { border-collapse: collapse } td, th { padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: right }
+td:first-child, th:first-child { text-align: left }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .6em; margin: .2em 0 }
+details { margin: .4em 0 } summary { cursor: pointer } .note { color: #666 }
+"""
+
+
+def render_page(
+    title: str, summaries: Mapping[str, Summary], groups: Sequence[Group], samples: Sequence[Sample],
+    messages: Callable[[int], Sequence[Mapping[str, str]]],
+) -> str:  # fmt: skip
+    """The page, in one file without scripts or links: the table, the lengths, the worst and the best prompts.
+
+    `samples` has one entry a group; `messages(place)` is the prompt of one. Every text is escaped: a model writes what
+    it likes.
+    """
+    header, rows = _table(summaries)
+    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
+    parts = [
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>",
+        f"<h1>{html.escape(title)}</h1>",
+        '<p class="note">In brackets: the 95 % confidence interval over prompts.</p>',
+        f"<table><tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in header)}</tr>\n{cells}</table>",
+    ]
+    lengths = [length for group in groups for length in group.response_lengths if length is not None]
+    if lengths:
+        parts += ["<h2>Response lengths</h2>", _histogram(lengths)]
+    order = _by_value(groups)
+    first = list(range(min(SHOWN, len(groups))))
+    shown = {"Worst prompts": order[:SHOWN], "Best prompts": order[::-1][:SHOWN]} if order else {"First prompts": first}
+    for name, places in shown.items():
+        parts.append(f"<h2>{name}</h2>")
+        parts += [_shown(groups[at], samples[at], messages(at), best=name.startswith("Best")) for at in places]
+    return "\n".join([*parts, "</body></html>\n"])
+
+
+def _by_value(groups: Sequence[Group]) -> list[int]:
+    """The places of the scored groups, those of the lowest mean value first."""
+    scored = {
+        place: [score for score in group.scores or () if score.score is not None] for place, group in enumerate(groups)
+    }
+    variable = variable_of([score for of_prompt in scored.values() for score in of_prompt])
+    means = {place: np.mean([value_of(score, variable) for score in found]) for place, found in scored.items() if found}
+    return sorted(means, key=lambda place: (means[place], place))
+
+
+def _shown(group: Group, sample: Sample, messages: Sequence[Mapping[str, str]], *, best: bool) -> str:
+    """One prompt with its best or worst response."""
+    scores = [score.score for score in group.scores or ()]
+    index = 0
+    if any(score is not None for score in scores):
+        sign = -1 if best else 1
+        index = min(range(len(scores)), key=lambda i: (scores[i] is None, sign * (scores[i] or 0), i))
+    told = [f"prompt {group.uid}", sample.data_source]
+    if group.scores is not None:
+        told.append("scores " + ", ".join("none" if score is None else f"{score:g}" for score in scores[:16]))
+    facts = [f"response {index}", f"{group.response_lengths[index]} tokens", str(group.finish_reasons[index])]
+    if group.scores is not None:
+        score = group.scores[index]
+        facts += [f"score {score.score}", f"answer {prediction_of(score)}", *([score.error] if score.error else [])]
+    texts = [f"{message['role']}: {message['content']}" for message in messages]
+    return (
+        f"<details open><summary>{html.escape(' | '.join(told))}</summary>"
+        f'<pre>{_escaped(chr(10).join(texts))}</pre><p class="note">expected {_escaped(str(sample.ground_truth))}; '
+        f"{_escaped('; '.join(facts))}</p><pre>{_escaped(group.responses[index])}</pre></details>"
+    )
+
+
+def _escaped(text: str) -> str:
+    left_out = len(text) - MAX_SHOWN
+    if left_out > 0:
+        text = f"{text[: MAX_SHOWN // 2]}\n... {left_out} characters left out ...\n{text[-MAX_SHOWN // 2 :]}"
+    return html.escape(text)
+
+
+def _histogram(lengths: Sequence[int]) -> str:
+    """The lengths' histogram as an inline SVG image."""
+    width = max(1, math.ceil((max(lengths) - min(lengths) + 1) / BINS))
+    counts, edges = np.histogram(lengths, bins=np.arange(min(lengths), max(lengths) + 1 + width, width))
+    step, height = 640 / len(counts), 160
+    bars = "".join(
+        f'<rect x="{place * step:.1f}" y="{height - height * count / counts.max():.1f}" width="{step - 1:.1f}" '
+        f'height="{height * count / counts.max():.1f}" fill="#4477aa"><title>{edges[place]} to '
+        f"{edges[place + 1] - 1} tokens: {count}</title></rect>"
+        for place, count in enumerate(counts.tolist())
+    )
+    return (
+        f'<svg viewBox="0 0 640 {height + 24}" width="640" role="img" aria-label="histogram of response lengths">{bars}'
+        f'<text x="0" y="{height + 18}" font-size="13">{min(lengths)}</text><text x="640" y="{height + 18}" '
+        f'text-anchor="end" font-size="13">{max(lengths)} tokens</text></svg>'
+    )

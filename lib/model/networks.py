@@ -1,0 +1,227 @@
+"""The policy, whose head gives log-probs and entropies, never logits; the critic, whose head gives values.
+
+Both are a decoder of transformers under a head of ours.
+
+Weights are built on the meta device, sharded, and filled by rank 0 reading safetensors and broadcasting, one tensor
+at a time: host memory does not grow with the number of ranks or the size of the model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lib.dist import World
+from lib.errors import UserError
+from lib.model.attention import PACKED, register_packed_attention
+from lib.model.host_memory import HostMemory
+from lib.ops import Statistic, linear_log_probs
+from lib.storage.whole_tensors import SafetensorsFolder, ShardsFolder, open_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how it computes."""
+
+    path: str = ""
+    """Hugging Face folder (config.json, safetensors, tokenizer) or hub id of the model; a run, or one of its
+    checkpoints: for the weights alone."""
+    reference_path: str | None = None
+    """Another model that the KL holds the policy to, named as in path, of the same vocabulary; None: that of path."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Compute precision of trainer and engine, auto: bfloat16 on a GPU, float32 on a CPU; master weights: float32."""
+    gradient_checkpointing: bool | None = None
+    """Recompute each layer in the backward pass: about a third more compute, far less activation memory; None: only
+    where a micro-batch of --max-tokens-per-gpu would not fit the GPU without."""
+
+    def compute_dtype(self, world: World) -> torch.dtype:
+        """The precision that `dtype` means on this device."""
+        if self.dtype == "auto":
+            return torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        return getattr(torch, self.dtype)
+
+
+class CausalPolicy(nn.Module):
+    """Decoder plus head. Its parameters carry the names of the Hugging Face checkpoint."""
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        super().__init__()
+        self.config = causal_lm.config
+        self.model = causal_lm.model
+        self.tied = bool(self.config.tie_word_embeddings)
+        # A tied head is the embedding itself: one parameter, sharded, updated, synchronised and saved once.
+        self.lm_head = None if self.tied else causal_lm.lm_head
+        self.keeps_gathered = False
+        """Whether shards are gathered once per optimizer step instead of in every pass; set where they are made."""
+        self.host_memory: HostMemory | None = None
+        """Where this rank's shards are while they are offloaded; taken by the first `offload`."""
+        self.spare_bytes = 0
+        """What its update leaves of this rank's GPU; set where it is loaded."""
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor,
+        labels: Tensor, temperature: float, statistic: Statistic,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Log-prob of each label and a statistic of the distribution it was drawn from: (M,) and (M,) float32.
+
+        input_ids and position_ids (1, N) packed; positions (M,) are where the M labels are predicted (one token
+        before each); logits are divided by `temperature`. Inside forward because only here FSDP shows whole weights.
+        """
+        hidden = _hidden_states(self.model, input_ids, position_ids, cu_seq_lens, max_len, positions)  # (M, H)
+        weight = self.model.embed_tokens.weight if self.tied else self.lm_head.weight  # (V, H)
+        return linear_log_probs(hidden, weight, labels, temperature=temperature, statistic=statistic)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, in order."""
+        return self.model.layers
+
+
+class Critic(nn.Module):
+    """Decoder plus value head. Its parameters carry the names of transformers' models for token classification."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.config = decoder.config
+        self.model = decoder
+        self.score = nn.Linear(self.config.hidden_size, 1, dtype=decoder.dtype)
+        self.keeps_gathered = False
+        self.host_memory: HostMemory | None = None
+        self.spare_bytes = 0
+        """All as the policy's."""
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor
+    ) -> Tensor:
+        """Value of the state at each position, which has seen the tokens up to there: (M, 1) float32.
+
+        input_ids and position_ids (1, N) packed; positions (M,).
+        """
+        hidden = _hidden_states(self.model, input_ids, position_ids, cu_seq_lens, max_len, positions)  # (M, H)
+        # Values are targets of a regression: whatever the layers compute in, the head computes in float32.
+        return self.score(hidden.to(self.score.weight.dtype))  # (M, 1)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers, in order."""
+        return self.model.layers
+
+
+def _hidden_states(
+    decoder: nn.Module, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor
+) -> Tensor:
+    hidden = decoder(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        cu_seq_lens_q=cu_seq_lens,
+        cu_seq_lens_k=cu_seq_lens,
+        max_length_q=max_len,
+        max_length_k=max_len,
+        use_cache=False,
+    ).last_hidden_state[0]  # (N, H)
+    return hidden[positions]  # (M, H)
+
+
+def build_policy(folder: str, *, param_dtype: torch.dtype) -> CausalPolicy:
+    """The policy with parameters of the given precision on the meta device: shapes only."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register_packed_attention()
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED, dtype=param_dtype)
+    return CausalPolicy(causal_lm)
+
+
+def build_critic(folder: str, *, param_dtype: torch.dtype) -> Critic:
+    """The critic with parameters of the given precision on the meta device; its config is that of a folder to save."""
+    from transformers import AutoConfig, AutoModel
+
+    register_packed_attention()
+    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    with torch.device("meta"):
+        decoder = AutoModel.from_config(config, attn_implementation=PACKED, dtype=param_dtype)
+        decoder.config.architectures = [type(decoder).__name__.removesuffix("Model") + "ForTokenClassification"]
+        return Critic(decoder)
+
+
+def check_model_config(
+    folder: str, shapes: dict[str, tuple[int, ...]], *, build: Callable[..., nn.Module] = build_policy
+) -> None:
+    """Raises UserError unless transformers builds, of this folder's config.json, a model with parameters {name: shape}.
+
+    Finds what only transformers knows: activations, rotary scalings, layer types. `build` is build_policy or
+    build_critic. Local to the rank.
+    """
+    try:
+        model = build(folder, param_dtype=torch.float32)
+    except Exception as error:  # KeyError, ValueError, dataclass validation: transformers has no class for it
+        raise UserError(
+            f"transformers cannot build the model; {Path(folder) / 'config.json'}; found "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; mend that entry, or copy config.json again"
+        ) from error
+    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if found != shapes:
+        different = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
+        raise UserError(
+            f"transformers builds another model; {Path(folder) / 'config.json'}; found {different[0]} "
+            f"{found.get(different[0])}, expected {shapes.get(different[0])}, as in the weights; copy config.json again"
+        )
+
+
+def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None:
+    """Fills a sharded model on its device from the weights of `path` (`open_weights`); rank 0 reads, all receive.
+
+    A critic's head that is not there, as in a causal language model, is zero: all values start at 0, on every run.
+    Raises UserError, on all ranks, when a tensor is missing, has another shape, or holds NaN or infinity.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    rotary = model.model.rotary_emb
+    with world.device:
+        model.model.rotary_emb = type(rotary)(config=model.config)  # the only buffers; they are not on disk
+    assert not any(buffer.is_meta for buffer in model.buffers()), "a buffer was left without values"
+    reader = world.agree(lambda: open_weights(path) if world.rank == 0 else None)
+    for name, parameter in model.named_parameters():
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
+        problem = world.agree(lambda name=name, full=full: read_weight_(reader, full, name) if reader else None)
+        assert problem is None
+        if world.size > 1:
+            torch.distributed.broadcast(full, src=0)
+        with torch.no_grad():
+            if isinstance(parameter, DTensor):
+                # src_data_rank=None: every rank holds the whole tensor already and cuts out its own shard.
+                shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.to_local().copy_(shard.to_local())
+            else:
+                parameter.copy_(full)
+
+
+def read_weight_(folder: SafetensorsFolder | ShardsFolder, out: Tensor, name: str) -> None:
+    """Copies a tensor over `out`, cast to its dtype; zeros where a value head (score.*) is not there.
+
+    Raises UserError when it is missing, has another shape, or holds NaN or infinity.
+    """
+    if name not in folder.files and name.startswith("score."):
+        out.zero_()
+        return
+    if name not in folder.files:
+        raise UserError(
+            f"the model's weights lack {name}; {folder.path}; found {len(folder.files)} tensors without it; "
+            "download or save the model again"
+        )
+    tensor = folder.read(name)
+    if tensor.shape != out.shape:
+        raise UserError(
+            f"a weight's shape differs from config.json; {name} in {folder.path}; found {tuple(tensor.shape)}, "
+            f"expected {tuple(out.shape)}; use the config.json that belongs to these weights"
+        )
+    out.copy_(tensor)
+    if not bool(torch.isfinite(out).all()):
+        raise UserError(
+            f"the model's weights hold NaN or infinity; {name} in {folder.path}; found "
+            f"{int((~torch.isfinite(out)).sum())} such values; use weights that were saved whole"
+        )

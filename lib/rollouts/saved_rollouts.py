@@ -1,0 +1,122 @@
+"""A step's rollouts as a parquet file: what was learned from, for people and for `eval.py --score-only`.
+
+RUN/rollouts/step_N.parquet, a row a prompt, by uid:
+prompt, data_source, ability, reward_model, extra_info           as in the training files
+uid, step, prompt_length                                         numbers
+responses, scores, finish_reasons, response_lengths              lists with an entry a response, as eval.py's
+advantages      the same: the mean over the response's tokens that train; null: none does
+extras, errors  the same: what the reward function returned beside the score, as JSON; why there is no score
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lib.data.prompts import Prompts
+from lib.data.schema import short
+from lib.rollouts.validation import decode
+from lib.secret_values import blank
+from lib.tracking.run import Run
+from lib.tracking.run_folder import to_json
+from lib.types import Batch, Rollout
+
+ENTRIES = {
+    "responses": "string", "scores": "float64", "finish_reasons": "string", "response_lengths": "int32",
+    "advantages": "float64", "extras": "string", "errors": "string",
+}  # fmt: skip
+"""The columns of lists, and the type of their entries."""
+NUM_SHOWN = 2
+
+
+def save_rollouts(
+    step: int, rollouts: Sequence[Rollout], batch: Batch, prompts: Prompts, tokenizer: Any, *, run: Run, shown: bool,
+) -> dict[str, float]:  # fmt: skip
+    """Writes the step's rollouts if it is one that --tracking.rollouts-every names; the seconds it took, as a metric.
+
+    `rollouts` are those that this rank sampled, `batch` the rows that it trained on, with their advantages. Where
+    no validation shows any responses, two are `shown`. Executed by all ranks together.
+    """
+    every = run.cfg.rollouts_every
+    if every == 0 or (step > 1 and step % every):
+        return {}
+    start = time.perf_counter()
+    described = {(r.sample.uid, r.index): _describe(r, decode(tokenizer, r.response_ids)) for r in rollouts}
+    gathered = run.world.gather_to_rank_0((described, _mean_advantages(batch)))
+    entries = {place: entry for of_rank, _ in gathered for place, entry in of_rank.items()}
+    for _, of_rank in gathered:
+        for place, advantage in of_rank.items():
+            entries[place]["advantages"] = advantage
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for uid, index in sorted(entries):
+        groups.setdefault(uid, []).append(entries[uid, index])
+    run.save_rollouts(step, _to_parquet(step, groups, prompts, run) if groups else b"")  # a step may be skipped
+    if shown:
+        chosen = sorted((r for r in rollouts if r.index == 0), key=lambda r: r.sample.uid)[:NUM_SHOWN]
+        run.show_samples([_shown(rollout, tokenizer) for rollout in chosen])
+    return {"timing_s/dump_rollout_generations": time.perf_counter() - start}
+
+
+def _shown(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
+    """What the terminal shows of a response, special tokens included."""
+    return {
+        "prompt": tokenizer.decode(rollout.sample.prompt_ids),
+        "response": tokenizer.decode(rollout.response_ids),
+        "ground_truth": rollout.sample.ground_truth,
+        "score": rollout.score.score,
+        "finish_reason": rollout.finish_reason,
+    }
+
+
+def _describe(rollout: Rollout, text: str) -> dict[str, Any]:
+    """A response's prompt, and its entry in each of the lists but the advantages', which another rank may have."""
+    score = rollout.score
+    texts = blank({"responses": text, "extras": to_json(score.extras), "errors": score.error})
+    return {
+        "place": rollout.sample.place,
+        "scores": score.score,
+        "finish_reasons": rollout.finish_reason,
+        "response_lengths": len(rollout.response_ids),
+        **{name: None if text is None else _utf8(text) for name, text in texts.items()},
+    }
+
+
+def _utf8(text: str) -> str:
+    """The text, what UTF-8 cannot hold (halves of surrogate pairs) as escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _mean_advantages(batch: Batch) -> dict[tuple[int, int], float | None]:
+    """{(uid, index): the mean over the response's tokens that train, None without any}."""
+    counts = batch.response_mask.sum(1).tolist()
+    sums = batch.advantages.double().sum(1).tolist()
+    means = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
+    return dict(zip(zip(batch.uids.tolist(), batch.indices.tolist(), strict=True), means, strict=True))
+
+
+def _to_parquet(step: int, groups: Mapping[int, list[dict[str, Any]]], prompts: Prompts, run: Run) -> bytes:
+    """The file; empty, with a warning, where the rows of several training files do not fit into one."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    places = [group[0]["place"] for group in groups.values()]
+    ours = {
+        "uid": pa.array(groups, pa.int64()),
+        "step": pa.array([step] * len(groups), pa.int64()),
+        "prompt_length": pa.array([len(prompts.token_ids[place]) for place in places], pa.int32()),
+    }
+    for name, kind in ENTRIES.items():
+        values = [[entry[name] for entry in group] for group in groups.values()]
+        ours[name] = pa.array(values, pa.list_(pa.type_for_alias(kind)))
+    needed = [prompts.rows.prompt_key, "data_source", "ability", "reward_model"]
+    for columns, what in (([*needed, "extra_info"], "are saved without extra_info"), (needed, "are not saved")):
+        try:
+            table = prompts.rows.take([prompts.kept[place] for place in places], columns)
+            table = table.rename_columns(["prompt", *table.column_names[1:]])
+            for name, column in ours.items():
+                table = table.append_column(name, column)
+            sink = pa.BufferOutputStream()
+            pq.write_table(table.combine_chunks(), sink, write_page_checksum=True)
+            return sink.getvalue().to_pybytes()
+        except pa.ArrowException as error:
+            run.say(f"warning: the rollouts of step {step} {what}: the training files' types differ; {short(error)}")
+    return b""

@@ -1,0 +1,422 @@
+"""What is wrong with a model folder, found in its headers: before transformers is imported, in under a second.
+
+Reads JSON files and the first bytes of the weights; a tensor only where two must be equal (NaN and infinity are found
+when weights load).
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lib.config.flags import either, nearest_divisors, resolve_path
+from lib.errors import UserError
+from lib.storage.beside_weights import check_beside_weights
+from lib.storage.weight_headers import DOWNLOAD_AGAIN, Shape, check_weights, listing, read_json, shards_beside
+
+ARCHITECTURES = {
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+}
+"""What can be trained: architecture -> its model_type, by which transformers chooses the code."""
+CRITIC_ARCHITECTURES = ARCHITECTURES | {
+    name.replace("ForCausalLM", "ForTokenClassification"): kind for name, kind in ARCHITECTURES.items()
+}
+"""What a critic can start from: one of these decoders, or a saved critic."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MAX_SIZE = 2**31  # beyond it a number in config.json is a mistake
+MAX_LAYERS = 10_000  # and above all too many to list
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """A model folder that passed the checks."""
+
+    folder: Path
+    """Absolute; for a hub id, the folder of its snapshot."""
+    config: dict[str, Any]
+    """config.json."""
+    num_parameters: int
+    reference: "ModelFiles | None" = None
+    """The frozen model of the KL; None without one."""
+    warnings: tuple[str, ...] = ()
+    """About checkpoints that were passed over on the way to it."""
+    code: tuple[str, ...] = ()
+    """Entries of its configs that name code, in words: it is neither run nor copied into a checkpoint."""
+
+    @property
+    def num_frozen_parameters(self) -> int:
+        """The reference's."""
+        return self.reference.num_parameters if self.reference else 0
+
+    @property
+    def began_from(self) -> dict[str, str]:
+        """{"model": folder, "reference": folder} of those that are checkpoints: where a run's newest one moves on, it
+        must find these again."""
+        named = {"model": self, "reference": self.reference}
+        return {name: str(files.folder) for name, files in named.items() if files and shards_beside(files.folder)}
+
+    @property
+    def in_words(self) -> str:
+        """Where it lies."""
+        is_checkpoint = shards_beside(self.folder) is not None
+        return f"the weights of {self.folder.parent.parent}" if is_checkpoint else str(self.folder)
+
+
+def check_model_files(
+    path: str, *, max_prompt_len: int, max_response_len: int, tensor_parallel_size: int = 1, with_weights: bool = True,
+    option: str = "--model.path",
+) -> ModelFiles:  # fmt: skip
+    """The folder and its config.json. Raises UserError, with a remedy, for a folder that could not be trained.
+
+    A hub id (`Qwen/Qwen3-0.6B`) is looked up in the local cache or downloaded, then checked like a folder.
+    `with_weights` False: the weights lie elsewhere, as a checkpoint's do.
+    """
+    folder = _find_folder(path, option)
+    config = _read_config(folder, option)
+    _check_architecture(config, folder, ARCHITECTURES)
+    _check_length(config, folder, max_prompt_len, max_response_len)
+    _check_tensor_parallel(config, folder, tensor_parallel_size)
+    if with_weights:
+        # A value head may lie in any folder: train_ppo.py can start a critic from it.
+        check_weights(folder, expected_shapes(config), optional=critic_shapes(config), tied=_tied_names(config))
+    _check_vocabulary(folder, config["vocab_size"])
+    _check_tokenizer_config(folder)
+    code = check_beside_weights(folder)
+    num_parameters = _count(expected_shapes(config))
+    return ModelFiles(folder=folder, config=config, num_parameters=num_parameters, code=tuple(code))
+
+
+def check_critic_files(path: str, policy: ModelFiles, *, max_prompt_len: int, max_response_len: int) -> ModelFiles:
+    """The folder that the critic starts from, the policy's own where `path` is empty.
+
+    A causal language model, or one for token classification with a single label, as a saved critic is. It needs no
+    tokenizer: the ids are the policy's. Raises UserError, with a remedy, for a folder that could not be trained or
+    whose vocabulary is not the policy's.
+    """
+    if not path.strip() and shards_beside(policy.folder) is not None:
+        return replace(policy, num_parameters=_count(critic_shapes(policy.config)))  # its weights are whole
+    folder, config = policy.folder, policy.config
+    if path.strip():
+        folder, config = _find_critic(path, policy, max_prompt_len, max_response_len)
+    optional = critic_shapes(config)
+    if not _has_value_head(config):
+        optional |= {HEAD: (config["vocab_size"], config["hidden_size"])}  # which no critic has, tied or not
+    check_weights(folder, expected_shapes(config), optional=optional)
+    check_beside_weights(folder)
+    return ModelFiles(folder=folder, config=config, num_parameters=_count(critic_shapes(config)))
+
+
+def check_reference(policy: ModelFiles, reference: ModelFiles) -> None:
+    """Raises UserError unless every id that the policy may write means the same token to the reference."""
+    ours, theirs = _token_ids(policy.folder), _token_ids(reference.folder)
+    rows, expected_rows = reference.config["vocab_size"], policy.config["vocab_size"]
+    if rows < expected_rows:  # more are padding
+        found, expected = f"vocab_size={rows}", f"at least the policy's {expected_rows}"
+    elif ours != theirs:
+        token = min(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
+        found, expected = f"token {token!r} with id {theirs.get(token)}", f"the policy's id {ours.get(token)}"
+    else:
+        return
+    raise UserError(
+        f"the reference reads other tokens than the policy writes; --model.reference-path {reference.folder}; found "
+        f"{found}, expected {expected}; use a reference with the policy's tokenizer, or leave the option out"
+    )
+
+
+def _find_critic(
+    path: str, policy: ModelFiles, max_prompt_len: int, max_response_len: int
+) -> tuple[Path, dict[str, Any]]:
+    folder = _find_folder(path, "--critic.model.path")
+    config = _read_config(folder, "--critic.model.path")
+    _check_architecture(config, folder, CRITIC_ARCHITECTURES)
+    _check_length(config, folder, max_prompt_len, max_response_len)
+    if config["vocab_size"] != policy.config["vocab_size"]:
+        raise UserError(
+            f"the critic reads other token ids than the policy writes; --critic.model.path {path}; found "
+            f"vocab_size={config['vocab_size']}, expected the policy's {policy.config['vocab_size']}; use a critic "
+            "with the policy's tokenizer, or leave --critic.model.path out"
+        )
+    labels = config.get("id2label")  # transformers leaves its default, 2 labels, out
+    num_labels = len(labels) if isinstance(labels, dict) else 2
+    if _has_value_head(config) and num_labels != 1:
+        raise UserError(
+            f"the critic's head gives several numbers a token; {folder / 'config.json'}; found {num_labels} labels, "
+            "expected 1 (num_labels=1); use a value model, or the causal language model: its head then starts at 0"
+        )
+    return folder, config
+
+
+def _count(shapes: dict[str, Shape]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _has_value_head(config: dict[str, Any]) -> bool:
+    return config["architectures"][0].endswith("ForTokenClassification")
+
+
+def expected_shapes(config: dict[str, Any]) -> dict[str, Shape]:
+    """{name: shape} of every tensor in the weights of a supported architecture, from its config.json."""
+    shapes = _decoder_shapes(config)
+    if _has_value_head(config):
+        shapes["score.weight"] = (1, config["hidden_size"])  # the bias may be left out
+    elif not config.get("tie_word_embeddings", False):
+        shapes[HEAD] = (config["vocab_size"], config["hidden_size"])
+    return shapes
+
+
+def _tied_names(config: dict[str, Any]) -> dict[str, str]:
+    """{tensor: the one that it is another name of}."""
+    return {HEAD: EMBEDDING} if config.get("tie_word_embeddings", False) else {}
+
+
+def critic_shapes(config: dict[str, Any]) -> dict[str, Shape]:
+    """{name: shape} of every parameter of the critic that is built by this config.json."""
+    return _decoder_shapes(config) | {"score.weight": (1, config["hidden_size"]), "score.bias": (1,)}
+
+
+def _decoder_shapes(config: dict[str, Any]) -> dict[str, Shape]:
+    kind = config["model_type"]
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    kv_heads, dim = num_kv_heads(config), head_dim(config)
+    output_bias = kind in ("qwen3", "llama") and config.get("attention_bias", False)
+    attention_bias = output_bias or kind == "qwen2"
+    mlp_bias = kind == "llama" and config.get("mlp_bias", False)
+    linears = {  # (out, in), has a bias
+        "self_attn.q_proj": ((heads * dim, hidden), attention_bias),
+        "self_attn.k_proj": ((kv_heads * dim, hidden), attention_bias),
+        "self_attn.v_proj": ((kv_heads * dim, hidden), attention_bias),
+        "self_attn.o_proj": ((hidden, heads * dim), output_bias),
+        "mlp.gate_proj": ((inner, hidden), mlp_bias),
+        "mlp.up_proj": ((inner, hidden), mlp_bias),
+        "mlp.down_proj": ((hidden, inner), mlp_bias),
+    }
+    layer: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    if kind == "qwen3":
+        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    for name, (shape, has_bias) in linears.items():
+        layer[f"{name}.weight"] = shape
+        if has_bias:
+            layer[f"{name}.bias"] = shape[:1]
+    shapes: dict[str, Shape] = {
+        EMBEDDING: (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for i in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def num_kv_heads(config: Mapping[str, Any]) -> int:
+    """Heads of keys and values, by config.json or its architecture's default."""
+    return config.get("num_key_value_heads") or config["num_attention_heads"]
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """Numbers of one head, by config.json or its architecture's default."""
+    default = 128 if config["model_type"] == "qwen3" else config["hidden_size"] // config["num_attention_heads"]
+    return config.get("head_dim") or default
+
+
+# ---- The folder ----
+
+
+def _find_folder(path: str, option: str) -> Path:
+    if not path.strip():
+        raise UserError(f"no model is given; {option}; found nothing, expected a folder or a hub id; add {option} DIR")
+    folder = resolve_path(path, option)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(
+            f"{option} is not a folder; {path}; found a file, expected a folder with config.json, weights and "
+            f"tokenizer; use {folder.parent if (folder.parent / 'config.json').exists() else 'the folder of a model'}"
+        )
+    if re.fullmatch(r"[\w][\w.-]*/[\w][\w.-]*", path) and not folder.parent.exists():
+        return _download(path, option)
+    raise UserError(f"no such model folder; {option} {path}; found nothing, expected a folder{_did_you_mean(folder)}")
+
+
+def _did_you_mean(folder: Path) -> str:
+    import difflib
+
+    parent = folder.parent
+    siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+    nearest = difflib.get_close_matches(folder.name, siblings, n=1, cutoff=0.5)
+    return f"; did you mean {parent / nearest[0]}" if nearest else "; check the spelling and the working directory"
+
+
+def _download(hub_id: str, option: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns, etag_timeout=4))
+    except (OSError, ValueError) as error:  # no network, no such id, gated, cache not writable
+        raise UserError(
+            f"{option} is no local folder, and the hub does not give it; {hub_id}; found neither, "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}; give a local "
+            "folder, check the id, or download it where there is a network"
+        ) from error
+
+
+# ---- config.json ----
+
+
+def _read_config(folder: Path, option: str) -> dict[str, Any]:
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        base = read_json(adapter).get("base_model_name_or_path", "unknown")
+        raise UserError(
+            f"{option} is an adapter, not a model; {adapter}; found an adapter of {base}, expected a whole model; "
+            "give the base model, or merge the adapter into it first"
+        )
+    file = folder / "config.json"
+    if not file.exists():
+        inside = sorted(str(child) for child in folder.glob("*/config.json"))
+        hint = f"use {Path(inside[0]).parent}" if inside else "give a folder in the Hugging Face format"
+        raise UserError(f"the model folder has no config.json; {folder}; found {listing(folder)}; {hint}")
+    config = read_json(file)
+    for name in (*SIZES, *(name for name in OPTIONAL_SIZES if config.get(name) is not None)):
+        most = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        if type(config.get(name)) is not int or not 0 < config[name] <= most:
+            raise UserError(
+                f"config.json has no usable {name}; {file}; found {config.get(name)!r}, expected a positive integer "
+                f"up to {most}; {DOWNLOAD_AGAIN}"
+            )
+    return config
+
+
+def _check_architecture(config: dict[str, Any], folder: Path, known: dict[str, str]) -> None:
+    """`known` is architecture -> model_type."""
+    file = folder / "config.json"
+    if "quantization_config" in config:
+        raise UserError(
+            f"the weights are quantised; {file}; found quantization_config, expected float weights; use the "
+            "unquantised model: training needs its full precision"
+        )
+    if "auto_map" in config:
+        raise UserError(
+            f"the model brings its own code; {file}; found auto_map, expected an architecture of transformers itself; "
+            f"use a model of {', '.join(known)}"
+        )
+    found = config.get("architectures")
+    if not isinstance(found, list) or len(found) != 1 or found[0] not in known:
+        raise UserError(
+            f"unsupported architecture; {file}; found {found}, expected one of {', '.join(known)}; use a model of these"
+        )
+    if config.get("model_type") != known[found[0]]:
+        raise UserError(
+            f"architecture and model_type differ; {file}; found {found[0]} and {config.get('model_type')!r}, expected "
+            f"{known[found[0]]!r}; {DOWNLOAD_AGAIN}"
+        )
+    heads = config["num_attention_heads"]
+    if heads % num_kv_heads(config):
+        raise UserError(
+            f"the heads do not divide; {file}; found num_attention_heads={heads}, num_key_value_heads="
+            f"{num_kv_heads(config)}, expected a multiple; {DOWNLOAD_AGAIN}"
+        )
+
+
+def _check_length(config: dict[str, Any], folder: Path, max_prompt_len: int, max_response_len: int) -> None:
+    limit = config["max_position_embeddings"]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    is_yarn = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "yarn"
+    if is_yarn:  # the only scaling whose factor max_position_embeddings may not include yet
+        original, factor = rope.get("original_max_position_embeddings", limit), rope.get("factor", 1)
+        if type(original) is not int or type(factor) not in (int, float) or not 0 < original * factor < MAX_SIZE:
+            raise UserError(
+                f"config.json has no usable rope scaling; {folder / 'config.json'}; found factor {factor!r} and "
+                f"original_max_position_embeddings {original!r}, expected positive numbers; {DOWNLOAD_AGAIN}"
+            )
+        limit = max(limit, int(original * factor))
+    if max_prompt_len + max_response_len > limit:
+        raise UserError(
+            f"prompt and response do not fit the model; {folder / 'config.json'}; found --data.max-prompt-len "
+            f"{max_prompt_len} + --rollout.max-response-len {max_response_len} = {max_prompt_len + max_response_len}, "
+            f"expected at most max_position_embeddings={limit}; lower one of the two"
+        )
+
+
+def _check_tensor_parallel(config: dict[str, Any], folder: Path, size: int) -> None:
+    heads, kv_heads = config["num_attention_heads"], num_kv_heads(config)
+    if heads % size or (kv_heads % size and size % kv_heads):
+        fitting = [d for d in nearest_divisors(heads, size, count=heads) if kv_heads % d == 0 or d % kv_heads == 0]
+        raise UserError(
+            f"--rollout.tensor-model-parallel-size {size} does not divide the model; {folder / 'config.json'}; found "
+            f"{heads} attention heads and {kv_heads} key-value heads; use {either(fitting)}"
+        )
+
+
+# ---- Tokenizer ----
+
+
+def _check_vocabulary(folder: Path, num_rows: int) -> None:
+    """Refuses a folder without tokenizer, or with token ids that the embedding has no row for."""
+    single, vocabulary = folder / "tokenizer.json", folder / "vocab.json"
+    if single.exists():
+        file, count = single, _count_tokens
+    elif vocabulary.exists() and (folder / "merges.txt").exists():
+        file, count = vocabulary, lambda tokens: 1 + max([-1, *tokens.values()])
+    elif (folder / "tokenizer.model").exists():
+        return  # SentencePiece, read by transformers later
+    else:
+        raise UserError(
+            f"the model folder has no tokenizer; {folder}; found {listing(folder)}, expected tokenizer.json; copy the "
+            "tokenizer's files of the same model into it"
+        )
+    try:
+        size = count(read_json(file))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"a damaged tokenizer file; {file}; found {error!r}; {DOWNLOAD_AGAIN}") from error
+    if size == 0:
+        raise UserError(f"the tokenizer has no vocabulary; {file}; found 0 tokens; {DOWNLOAD_AGAIN}")
+    if size > num_rows:
+        raise UserError(
+            f"the tokenizer has more tokens than the embedding has rows; {file}; found {size} tokens, expected at most "
+            f"vocab_size={num_rows}; use the tokenizer that belongs to the model, or enlarge the embedding"
+        )
+
+
+def _token_ids(folder: Path) -> dict[str, int]:
+    """{token: id} of a folder that passed the checks; of SentencePiece's the bytes, as one token."""
+    single, vocabulary = folder / "tokenizer.json", folder / "vocab.json"
+    if single.exists():
+        tokenizer = read_json(single)
+        tokens = tokenizer["model"]["vocab"]
+        ids = tokens if isinstance(tokens, dict) else {str(token[0]): place for place, token in enumerate(tokens)}
+        return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+    if vocabulary.exists():
+        return read_json(vocabulary)
+    return {(folder / "tokenizer.model").read_bytes().hex(): 0}
+
+
+def _count_tokens(tokenizer: dict[str, Any]) -> int:
+    """1 + the largest id of a tokenizer.json, added tokens included."""
+    vocabulary = tokenizer["model"]["vocab"]  # {token: id}, or a list in the order of the ids
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return 1 + max([-1, *ids, *(token["id"] for token in tokenizer.get("added_tokens") or [])])
+
+
+def _check_tokenizer_config(folder: Path) -> None:
+    """Refuses a folder without tokenizer_config.json: the tokenizer would load, and treat special tokens as text."""
+    file = folder / "tokenizer_config.json"
+    if not file.exists():
+        raise UserError(
+            f"the tokenizer has no configuration; {folder}; found {listing(folder)}, expected tokenizer_config.json; "
+            "copy it from the model that the tokenizer belongs to"
+        )
+    read_json(file)

@@ -1,0 +1,11 @@
+"""What a run shows and leaves behind, except checkpoints: its folder, the terminal, metrics and their loggers."""
+
+from lib.rooms import exports
+
+__all__, __getattr__ = exports(
+    __name__,
+    console="StartupTimer",
+    metrics="Metrics",
+    run="Run TrackingConfig",
+    run_folder="read_metrics",
+)
