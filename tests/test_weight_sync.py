@@ -7,7 +7,7 @@ import torch
 
 from lib.algorithms.step_metrics import mismatch_metrics
 from lib.dist import SINGLE
-from lib.engine.weight_sync import check_log_probs_diff
+from lib.engine.mismatch import check_log_probs_diff
 from lib.errors import WeightSyncError
 from lib.model.batching import make_batch
 from lib.tracking.metrics import Metrics

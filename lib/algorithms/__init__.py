@@ -18,5 +18,6 @@ __all__, __getattr__ = exports(
         "LOSSES PolicyLoss SAPOLoss"
     ),
     shaping="OverlongConfig shape_rewards",
+    terms="EntropyTerm KLTerm LossTerm PolicyTerm",
     step_metrics="advantage_metrics constant_reward_warning data_metrics mismatch_metrics update_metrics",
 )

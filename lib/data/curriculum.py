@@ -18,8 +18,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from lib.errors import DamagedCheckpoint
 from lib.algorithms.group_filter import Verdict
+from lib.errors import DamagedCheckpoint
 
 WEIGHTS = {"unseen": 4, "mixed": 8, "all_right": 1, "all_wrong": 1}
 POOLS = tuple(WEIGHTS)

@@ -13,8 +13,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from lib.errors import UserError
 from lib.data.parquet import Rows, resolve_file, rows_from_dicts
+from lib.errors import UserError
 
 PATH_FLAG = "--data.dataset-path"
 

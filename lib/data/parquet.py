@@ -16,8 +16,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.errors import UserError
 from lib.data.schema import answer_kind, check_schema, checked_batch, kind_of, short
+from lib.errors import UserError
 from lib.types import Sample
 
 if TYPE_CHECKING:

@@ -9,17 +9,16 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from lib.data.chat_template import CannotSplit, ChatTemplate, ControlTokens, first_line, template_line
 from lib.config.flags import JsonObject
+from lib.data.chat_template import CannotSplit, ChatTemplate, ControlTokens, first_line, template_line
 from lib.data.custom_dataset import check_dataset_class, custom_rows
-from lib.errors import UserError, check_fields
 from lib.data.parquet import Rows, answer_kinds, check_answer_kinds, count_overlap, is_unicode, read_rows, resolve_file
+from lib.errors import UserError, check_fields
 from lib.types import Sample
-from lib.storage.weight_headers import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +55,7 @@ class DataConfig:
     """A message that spells a control token of the model (<|im_end|>): keep that token, split it into ordinary text, or
     stop with an error."""
     dataset_path: str | None = None
-    """Python file with a dataset class of your own, used for training and validation; see lib/data/custom_dataset.py."""
+    """Python file with your own dataset class, used for training and validation; see lib/data/custom_dataset.py."""
     dataset_name: str | None = None
     """Name of the class in --data.dataset-path."""
     train_max_samples: int | None = None

@@ -5,5 +5,6 @@ from lib.rooms import exports
 __all__, __getattr__ = exports(
     __name__,
     engine="RolloutConfig RolloutEngine Sampling request_seed training_sampling",
-    weight_sync="WeightSync check_log_probs_diff names_to_check",
+    mismatch="Mismatch",
+    weight_sync="WeightSync names_to_check",
 )

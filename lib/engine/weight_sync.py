@@ -6,7 +6,7 @@ checksums of the bits. At the start that proves the description: a layout that v
 copy: a tensor that was not sent, or weights that are one step old, differ in at least one bit.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -239,29 +239,3 @@ def names_to_check(engine: RolloutEngine, *, seed: int, step: int) -> list[str]:
     names = sorted(engine.parameters())
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     return [names[i] for i in torch.randperm(len(names), generator=generator)[:CHECKED_PER_STEP].tolist()]
-
-
-def check_log_probs_diff(differences: Mapping[str, float], *, limit: float) -> None:
-    """Raises WeightSyncError when engine and trainer disagree on the sampled tokens by more than `limit` nats.
-
-    `differences` are the reduced training/rollout_log_probs_diff/*, the same on all ranks; absent without the
-    engine's log-probs.
-    """
-    nonfinite = differences.get("training/rollout_log_probs_nonfinite", 0.0)
-    if nonfinite:
-        raise WeightSyncError(
-            f"the trainer gave log-probs that are not finite; {nonfinite:.0f} sampled tokens; expected finite ones; it "
-            "computes NaN or infinity: try --model.dtype float32, and look for overflow in the model's weights"
-        ).on_all_ranks()
-    if not differences.get("training/rollout_probs_diff_valid"):
-        return  # nothing to compare: no log-probs, or no response with a score
-    mean = differences["training/rollout_log_probs_diff/mean"]
-    if not mean <= limit:  # also when NaN
-        largest = differences["training/rollout_log_probs_diff/max"]
-        raise WeightSyncError(
-            f"engine and trainer disagree about the sampled tokens; mean |log-prob difference| {mean:.4g} (largest "
-            f"{largest:.4g}) nats, expected at most {limit:g} (--rollout.max-log-probs-diff); the likely causes, in "
-            "this order: a temperature or penalty that only one side applies; attention or rotary settings that "
-            "differ between the two implementations of this model; low precision (try --model.dtype float32); if "
-            "none of these, raise the limit"
-        ).on_all_ranks()

@@ -13,6 +13,7 @@ from lib.algorithms.group_filter import GroupFilterConfig
 from lib.algorithms.kl import KLRewardConfig, KLType
 from lib.algorithms.losses import LOSSES, PolicyLoss
 from lib.algorithms.shaping import OverlongConfig
+from lib.algorithms.terms import EntropyTerm, KLTerm, LossTerm, PolicyTerm
 from lib.checkpoints.checkpointer import CheckpointConfig
 from lib.config.flags import either, nearest_divisors, plug_in
 from lib.data.prompts import DataConfig
@@ -247,6 +248,21 @@ class TrainConfig:
             or self.advantage.needs_logit_grad_squared
             or self.kl_reward.coef > 0
         )
+
+    def has_old_log_prob_pass(self, num_updates: int, *, any_stale: bool) -> bool:
+        """Whether a pass gives the old policy's log-probs, in a step with that many optimizer steps.
+
+        Before a single update the old policy is the current one: the ratio is exactly 1 without a pass. While the
+        policy rests no update compares it with the engine: then a pass does, also with bypass.
+        """
+        needed = num_updates > 1 or any_stale or self.needs_old_log_probs
+        return num_updates == 0 or (needed and not self.correction.bypass)
+
+    @property
+    def loss_terms(self) -> list[LossTerm]:
+        """What the policy's loss is the sum of."""
+        terms: list[LossTerm] = [PolicyTerm(loss=self.policy_loss), EntropyTerm(coef=-self.entropy_coef)]
+        return [*terms, KLTerm(coef=self.kl_loss_coef, kl_type=self.kl_loss_type)] if self.kl_loss_coef > 0 else terms
 
     @property
     def policy_loss(self) -> PolicyLoss:
