@@ -1,7 +1,7 @@
 """Sample responses to the prompts of parquet files, score them, and say how good the model is.
 
-One process per GPU, each with a vLLM engine; no trainer. Every line of `evaluate` runs on all ranks unless it says
-otherwise.
+One process per GPU, each with a vLLM engine; no trainer. Every line of `evaluate_model` runs on all ranks unless
+it says otherwise.
 
     torchrun --nproc_per_node=8 eval.py --model.path DIR --data.files test.parquet --output out.parquet --rollout.n 8
     torchrun --nproc_per_node=8 eval.py --model.path runs/x --data.files test.parquet --output out.parquet
@@ -23,10 +23,10 @@ from lib.dist import init_distributed, shutdown_distributed
 from lib.engine import RolloutConfig, RolloutEngine, training_sampling
 from lib.errors import UserError, check_fields
 from lib.evaluation import render_page, summarise, summary_table
-from lib.evaluation.any_model import EvalModel, find_model, load_engine_, load_prompts, what_defines_responses
+from lib.evaluation.any_model import EvalModel, find_model, load_engine_, load_eval_prompts, what_defines_responses
 from lib.evaluation.inputs import (
     EvalDataConfig,
-    Group,
+    EvalGroup,
     Parts,
     check_output,
     date_of,
@@ -99,11 +99,11 @@ class EvalScriptConfig:
 def main(cfg: EvalScriptConfig) -> None:
     """The whole evaluation; a LockstepError on any rank ends all of them with one line and its exit code."""
     with reporting_errors(debug=cfg.debug):
-        evaluate(cfg)
+        evaluate_model(cfg)
         shutdown_distributed()
 
 
-def evaluate(cfg: EvalScriptConfig) -> None:
+def evaluate_model(cfg: EvalScriptConfig) -> None:
     """Checks the input, generates what is missing, scores, writes."""
     # ---- Everything that can be wrong with the input, before a model is loaded ----
     world = init_distributed()
@@ -121,7 +121,7 @@ def evaluate(cfg: EvalScriptConfig) -> None:
         world.agree(lambda: check_engines(cfg.rollout, world))
         model = find_model(cfg.model.path, cfg.data, cfg.rollout, world)
         date = world.on_rank_0(lambda: date_of(cfg.output))
-        stop_ids, prompts = world.agree(lambda: load_prompts(cfg.data, model, rows, date=date))
+        stop_ids, prompts = world.agree(lambda: load_eval_prompts(cfg.data, model, rows, date=date))
         check_same_prompts(prompts, prompts, world)
         samples, kept = prompts.all_samples(), prompts.kept
         dtype = str(cfg.model.compute_dtype(world)).removeprefix("torch.")
@@ -186,7 +186,7 @@ def generate(
     with terminal.progress("generating", len(share)) as advance:
         for rollouts in engine.generate(share, training_sampling(cfg.rollout), stream="validation"):
             if engine.is_leader:
-                group = Group(
+                group = EvalGroup(
                     uid=rollouts[0].sample.uid,
                     responses=[decode(model.tokenizer, rollout.response_ids) for rollout in rollouts],
                     finish_reasons=[rollout.finish_reason for rollout in rollouts],

@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ["--num-steps", "3", "--eval.every", "3", "--data.val-max-samples", "16"]
+OF_PPO = ["--critic.warmup-steps", "1"]
 NOT_COMPARED = ("timing", "perf/")
 
 
@@ -28,7 +29,16 @@ def run(tree: Path, module: str, *words: str, ranks: int = 0) -> None:
 
 def metrics_of(tree: Path, recipe: str) -> list[dict[str, float]]:
     folder = tree / "runs" / recipe
-    run(tree, f"recipes.{recipe}", *WORDS, "--run-dir", str(folder), "--overwrite", ranks=2)
+    run(
+        tree,
+        f"recipes.{recipe}",
+        *WORDS,
+        *(OF_PPO if "ppo" in recipe else []),
+        "--run-dir",
+        str(folder),
+        "--overwrite",
+        ranks=2,
+    )
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if not name.startswith(NOT_COMPARED)} for row in rows]
 

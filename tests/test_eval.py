@@ -20,8 +20,8 @@ from lib.config.flags import parse_args
 from lib.data.parquet import read_rows
 from lib.dist import SINGLE
 from lib.errors import DamagedCheckpoint, UserError
-from lib.evaluation.any_model import find_model, iter_weights, load_prompts, what_defines_responses
-from lib.evaluation.inputs import COLUMNS, Group, parts_folder
+from lib.evaluation.any_model import find_model, iter_weights, load_eval_prompts, what_defines_responses
+from lib.evaluation.inputs import COLUMNS, EvalGroup, parts_folder
 from lib.evaluation.report import render_page, summarise
 from lib.storage.checkpoint_folder import hash_file, publish, stage
 from lib.types import Sample, Score
@@ -256,7 +256,7 @@ def test_the_date_that_a_template_prints_is_kept_with_the_responses(folder, tmp_
     dates = {}
     for path in (tmp_path / "clock", folder / "model"):
         model = find_model(str(path), DATA, ROLLOUT, SINGLE)
-        stop_ids, prompts = load_prompts(DATA, model, rows, date="2024-02-03T04:05:06")
+        stop_ids, prompts = load_eval_prompts(DATA, model, rows, date="2024-02-03T04:05:06")
         text = model.tokenizer.decode(prompts.all_samples()[0].prompt_ids)
         state = what_defines_responses(ROLLOUT, model, prompts, stop_ids, dtype="float32", seed=0)
         dates[text] = state.get("date")
@@ -357,7 +357,7 @@ def test_a_parameter_that_no_weight_reaches_stops_the_evaluation(folder, tmp_pat
 
 def scored(uid, *scores):
     reasons, lengths = ["length", *["stop"] * (len(scores) - 1)], list(range(1, len(scores) + 1))
-    return Group(uid=uid, responses=["x"] * len(scores), finish_reasons=reasons, response_lengths=lengths,
+    return EvalGroup(uid=uid, responses=["x"] * len(scores), finish_reasons=reasons, response_lengths=lengths,
                  scores=[score if isinstance(score, Score) else Score(score=score) for score in scores])  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from lib.evaluation import scores
 from lib.evaluation.any_model import find_model
 from lib.evaluation.inputs import (
     EvalDataConfig,
-    Group,
+    EvalGroup,
     Parts,
     check_output,
     date_of,
@@ -47,7 +47,7 @@ STATE = {"--rollout.n": 2, "model": "abc"}
 
 def group(uid, **changes):
     known = dict(responses=["a\n☃", "b"], finish_reasons=["stop", "length"], response_lengths=[1, 2])
-    return Group(uid=uid, **{**known, **changes})
+    return EvalGroup(uid=uid, **{**known, **changes})
 
 
 def test_a_line_cut_short_or_changed_is_generated_again_and_spoils_no_other(tmp_path):

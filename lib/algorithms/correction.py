@@ -29,7 +29,7 @@ PREFIX = "rollout_corr/"
 ISLevel = Literal["none", "token", "sequence"]
 """What has an importance weight of its own: nothing, every token, or every response (the product of its ratios)."""
 
-Statistic = Literal[
+RejectStatistic = Literal[
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",
     "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 ]  # fmt: skip
@@ -275,7 +275,7 @@ def bound_weights(weights: Tensor, *, high: float, icepop_low: float | None) -> 
     return torch.where((weights >= icepop_low) & (weights <= high), weights, 0)
 
 
-def statistic(log_ratio: Tensor, known: Tensor, name: Statistic) -> Tensor:
+def statistic(log_ratio: Tensor, known: Tensor, name: RejectStatistic) -> Tensor:
     """A rejection's statistic on every token (b, t), the same number on all tokens of a response for seq_*.
 
     Of x = log(old / rollout), clamped to +-20: k1 = x, k2 = x^2 / 2, k3 = e^x - 1 - x. `seq_mean_k1` is the log of the
@@ -299,9 +299,10 @@ def log_bounds(name: str, bounds: Any) -> tuple[float, float]:
     One number u for a k1 is [1 / u, u]; k2 and k3 have an upper bound alone. Raises UserError for an unknown name, and
     for bounds that would reject equal probabilities.
     """
-    if name not in get_args(Statistic):
+    if name not in get_args(RejectStatistic):
         raise UserError(
-            f"--correction.reject has no {name!r}; --correction; expected {', '.join(get_args(Statistic))}; choose some"
+            f"--correction.reject has no {name!r}; --correction; expected {', '.join(get_args(RejectStatistic))}; choose "
+            "some"
         )
     numbers = list(bounds) if isinstance(bounds, list | tuple) else [bounds]
     is_k1 = name.endswith("k1")

@@ -37,7 +37,7 @@ MAX_GROUP = 2**20  # seeds of a group's responses are consecutive numbers
 STOP_POLL_S = 0.25  # between two questions of a replica's ranks whether to stop, as far as its steps are that short
 STOP_POLL_STEPS = 32  # and the most steps between them
 RESERVE = 0.03  # of a GPU's memory, free beside an engine that does not sleep
-MIN_TEMPERATURE = 0.01  # below it vLLM samples with 0.01 all the same
+LOWEST_TEMPERATURE = 0.01  # below it vLLM samples with 0.01 all the same
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +101,8 @@ class RolloutConfig:
             max_num_seqs=(self.max_num_seqs is None or 1 <= self.max_num_seqs <= 2**16, f"from 1 to {2**16}"),
             stop=(all(self.stop), "texts that are not empty"),
             temperature=(
-                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < 100,
-                f"at least {MIN_TEMPERATURE}, and below 100 (in eval.py also 0, greedy)",
+                self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < 100,
+                f"at least {LOWEST_TEMPERATURE}, and below 100 (in eval.py also 0, greedy)",
             ),
             partial_share=(0 < self.partial_share <= 1, "in (0, 1]"),
             max_continued=(self.max_continued >= 1, "at least 1"),

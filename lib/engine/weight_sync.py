@@ -18,12 +18,12 @@ from lib.errors import WeightSyncError
 from lib.model.fsdp import FSDPConfig, full_tensor, iter_full_tensors, iter_gathered, offload, onload, reshard
 from lib.model.networks import CausalPolicy
 
-CHUNK = 2**24  # elements whose checksum is computed at once: bounds the int64 temporaries to 128 MiB each
+CHECKSUM_ELEMENTS = 2**24  # elements whose checksum is computed at once: bounds the int64 temporaries to 128 MiB each
 CHECKED_PER_STEP = 8  # engine tensors compared after an ordinary sync
 
 
 @dataclass(frozen=True)
-class Piece:
+class LayoutPiece:
     """Part of an engine tensor: `length` slices of the Hugging Face tensor `source` along `dim`, from `start`.
 
     `source` None stands for rows of zeros (the vocabulary's padding).
@@ -35,7 +35,7 @@ class Piece:
     length: int | None = None
 
 
-def engine_layout(policy: CausalPolicy, *, tp_size: int, tp_rank: int) -> dict[str, list[Piece]]:
+def engine_layout(policy: CausalPolicy, *, tp_size: int, tp_rank: int) -> dict[str, list[LayoutPiece]]:
     """For each engine parameter of this rank, the Hugging Face tensors that it is made of, in order.
 
     Llama-like decoders (Llama, Mistral, Qwen2, Qwen3): q, k and v are stacked, gate and up are stacked, heads and
@@ -46,11 +46,11 @@ def engine_layout(policy: CausalPolicy, *, tp_size: int, tp_rank: int) -> dict[s
     kv_heads = config.num_key_value_heads
     # With more ranks than key-value heads, several ranks hold the same head.
     kv_shards, kv_shard = (tp_size, tp_rank) if kv_heads >= tp_size else (kv_heads, tp_rank * kv_heads // tp_size)
-    layout: dict[str, list[Piece]] = {}
+    layout: dict[str, list[LayoutPiece]] = {}
 
-    def split(source: str, dim: int, shards: int = tp_size, shard: int = tp_rank) -> Piece:
+    def split(source: str, dim: int, shards: int = tp_size, shard: int = tp_rank) -> LayoutPiece:
         length = names[source][dim] // shards
-        return Piece(source, dim, shard * length, length)
+        return LayoutPiece(source, dim, shard * length, length)
 
     for name in names:
         module, kind = name.rsplit(".", 1)
@@ -68,17 +68,17 @@ def engine_layout(policy: CausalPolicy, *, tp_size: int, tp_rank: int) -> dict[s
         elif leaf in ("embed_tokens", "lm_head"):
             layout[name] = _vocabulary_pieces(name, names[name][0], tp_size, tp_rank)
         else:
-            layout[name] = [Piece(name)]
+            layout[name] = [LayoutPiece(name)]
     return layout
 
 
-def _vocabulary_pieces(name: str, rows: int, tp_size: int, tp_rank: int) -> list[Piece]:
+def _vocabulary_pieces(name: str, rows: int, tp_size: int, tp_rank: int) -> list[LayoutPiece]:
     """This rank's rows of a vocabulary that is padded to a multiple of 64 and split evenly."""
     per_rank = -(-rows // 64) * 64 // tp_size
     start = min(tp_rank * per_rank, rows)
     real = min(per_rank, rows - start)
-    pieces = [Piece(name, 0, start, real)] if real else []
-    return pieces + ([Piece(None, 0, 0, per_rank - real)] if real < per_rank else [])
+    pieces = [LayoutPiece(name, 0, start, real)] if real else []
+    return pieces + ([LayoutPiece(None, 0, 0, per_rank - real)] if real < per_rank else [])
 
 
 def checksum(tensor: Tensor) -> int:
@@ -90,8 +90,8 @@ def checksum(tensor: Tensor) -> int:
     flat = tensor.detach().contiguous().view(-1)
     bits = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, bits.numel(), CHUNK):
-        part = bits[start : start + CHUNK].to(torch.int64)
+    for start in range(0, bits.numel(), CHECKSUM_ELEMENTS):
+        part = bits[start : start + CHECKSUM_ELEMENTS].to(torch.int64)
         place = torch.arange(start, start + part.numel(), device=tensor.device)
         total += (part * ((place * 0x9E3779B1 % 0x7FFFFFFF) * 2 + 1)).sum()
     return int(total)
@@ -106,7 +106,7 @@ class WeightSync:
         self.layout = engine_layout(policy, tp_size=engine.tp_size, tp_rank=engine.tp_rank)
         # Where each Hugging Face tensor goes: its pieces, and the places in the engine that they fill. The engine's
         # addresses stay for good, so that captured graphs stay valid.
-        self._places: dict[str, list[tuple[Piece, Tensor]]] = {}
+        self._places: dict[str, list[tuple[LayoutPiece, Tensor]]] = {}
         self._padding: list[Tensor] = []
         self._shards: list[Tensor] | None = None  # on a single rank: what goes into each place, in their order
 
@@ -164,7 +164,7 @@ class WeightSync:
 
     def _find_places(self) -> None:
         held = self.engine.parameters()
-        places: dict[str, list[tuple[Piece, Tensor]]] = {name: [] for name, _ in self.policy.named_parameters()}
+        places: dict[str, list[tuple[LayoutPiece, Tensor]]] = {name: [] for name, _ in self.policy.named_parameters()}
         for name, pieces in self.layout.items():
             start = 0
             for piece in pieces:
@@ -204,12 +204,12 @@ class WeightSync:
         return len(names)
 
 
-def _part(piece: Piece, source: Tensor, place: Tensor) -> Tensor:
+def _part(piece: LayoutPiece, source: Tensor, place: Tensor) -> Tensor:
     """What of a whole tensor fills this place."""
     return source.narrow(piece.dim, piece.start, place.shape[piece.dim])
 
 
-def _cut(piece: Piece, sources: dict[str, Tensor], like: Tensor) -> Tensor:
+def _cut(piece: LayoutPiece, sources: dict[str, Tensor], like: Tensor) -> Tensor:
     if piece.source is None:
         return torch.zeros(piece.length, *like.shape[1:], dtype=like.dtype, device=like.device)
     source = sources[piece.source].to(like.device)

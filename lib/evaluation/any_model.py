@@ -76,7 +76,7 @@ def _hash_folder(folder: Path, world: World) -> dict[str, str]:
     return {name: entry.hash for of_rank in world.gather(own) for name, entry in of_rank.items()}
 
 
-def load_prompts(data: EvalDataConfig, model: EvalModel, rows: Rows, *, date: str) -> tuple[list[int], Prompts]:
+def load_eval_prompts(data: EvalDataConfig, model: EvalModel, rows: Rows, *, date: str) -> tuple[list[int], Prompts]:
     """The ids that end a response, and the prompts under the chat template on that date. Raises UserError."""
     folder = model.files.folder
     check_model_config(str(folder), expected_shapes(model.files.config))

@@ -71,7 +71,7 @@ class EvalDataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class EvalGroup:
     """The responses to one prompt, in index order."""
 
     uid: int
@@ -141,7 +141,7 @@ def _check_responses(table: "pa.Table", files: str) -> None:
             )
 
 
-def groups_of(table: "pa.Table") -> dict[int, Group]:
+def groups_of(table: "pa.Table") -> dict[int, EvalGroup]:
     """The groups in a table that has responses, by uid = row. What else it says of them stays known if it fits them."""
     columns = {name: table.column(name).to_pylist() for name in table.column_names if name in COLUMNS}
     fits = {
@@ -156,7 +156,7 @@ def groups_of(table: "pa.Table") -> dict[int, Group]:
             is_whole = isinstance(found, list) and len(found) == len(responses)
             is_known = is_whole and all(value is None or fit(value) for value in found)
             known[name] = found if is_known else [None] * len(responses)
-        groups.append(Group(uid=uid, responses=responses, **known))
+        groups.append(EvalGroup(uid=uid, responses=responses, **known))
     return dict(enumerate(groups))
 
 
@@ -201,18 +201,18 @@ class Parts:
         except OSError as error:
             raise cannot_write(self.folder, error) from None
 
-    def read(self) -> dict[int, Group]:
+    def read(self) -> dict[int, EvalGroup]:
         """All finished groups, by uid."""
         groups = {}
         for path in sorted(self.folder.glob("rank_*.jsonl")):
             for line in path.read_bytes().split(b"\n"):
                 checksum, _, text = line.partition(b" ")
                 if text and checksum == _checksum(text):
-                    group = Group(**json.loads(text))
+                    group = EvalGroup(**json.loads(text))
                     groups[group.uid] = group
         return groups
 
-    def add(self, group: Group) -> None:
+    def add(self, group: EvalGroup) -> None:
         """Appends a finished group. A failure is kept in `problem`: the rank's peers are inside the engine."""
         if self.problem is not None:
             return
@@ -373,7 +373,7 @@ def date_of(output: str) -> str:
         return first_date()
 
 
-def write_output(path: Path, table: "pa.Table", groups: Sequence[Group]) -> None:
+def write_output(path: Path, table: "pa.Table", groups: Sequence[EvalGroup]) -> None:
     """Writes the rows with the columns of their groups, in the order of the input, whole or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lib.evaluation.inputs import Group, prediction_of
+from lib.evaluation.inputs import EvalGroup, prediction_of
 from lib.evaluation.passk import confidence_interval, majority_at_k, pass_at_k, powers_up_to
 from lib.tracking.console import format_table
 from lib.types import Sample, Score
@@ -24,7 +24,7 @@ BINS = 24
 Summary = dict[str, Any]
 
 
-def summarise(groups: Sequence[Group], data_sources: Sequence[str]) -> dict[str, Summary]:
+def summarise(groups: Sequence[EvalGroup], data_sources: Sequence[str]) -> dict[str, Summary]:
     """{data source: its summary}, and "overall" over all prompts. `data_sources` has one entry a group.
 
     A summary has num_prompts, num_responses, n; mean@n and for k = 1, 2, 4, ... n pass@k and maj@k, each {value, low,
@@ -42,7 +42,7 @@ def summarise(groups: Sequence[Group], data_sources: Sequence[str]) -> dict[str,
     return {**result, "overall": _summary(groups)}
 
 
-def _summary(groups: Sequence[Group]) -> Summary:
+def _summary(groups: Sequence[EvalGroup]) -> Summary:
     num_responses = sum(len(group.responses) for group in groups)
     summary: Summary = {
         "num_prompts": len(groups),
@@ -150,7 +150,7 @@ details { margin: .4em 0 } summary { cursor: pointer } .note { color: #666 }
 
 
 def render_page(
-    title: str, summaries: Mapping[str, Summary], groups: Sequence[Group], samples: Sequence[Sample],
+    title: str, summaries: Mapping[str, Summary], groups: Sequence[EvalGroup], samples: Sequence[Sample],
     messages: Callable[[int], Sequence[Mapping[str, str]]],
 ) -> str:  # fmt: skip
     """The page, in one file without scripts or links: the table, the lengths, the worst and the best prompts.
@@ -179,7 +179,7 @@ def render_page(
     return "\n".join([*parts, "</body></html>\n"])
 
 
-def _by_value(groups: Sequence[Group]) -> list[int]:
+def _by_value(groups: Sequence[EvalGroup]) -> list[int]:
     """The places of the scored groups, those of the lowest mean value first."""
     scored = {
         place: [score for score in group.scores or () if score.score is not None] for place, group in enumerate(groups)
@@ -189,7 +189,7 @@ def _by_value(groups: Sequence[Group]) -> list[int]:
     return sorted(means, key=lambda place: (means[place], place))
 
 
-def _shown(group: Group, sample: Sample, messages: Sequence[Mapping[str, str]], *, best: bool) -> str:
+def _shown(group: EvalGroup, sample: Sample, messages: Sequence[Mapping[str, str]], *, best: bool) -> str:
     """One prompt with its best or worst response."""
     scores = [score.score for score in group.scores or ()]
     index = 0

@@ -4,7 +4,7 @@ import time
 
 from lib.data.parquet import Rows
 from lib.dist import World
-from lib.evaluation.inputs import EvalDataConfig, Group
+from lib.evaluation.inputs import EvalDataConfig, EvalGroup
 from lib.rewards.scoring import RewardConfig, Scorer, check_error_rate, error_counts, outgrown_in_words
 from lib.rewards.trial import check_reward, rows_to_answer
 from lib.tracking.terminal import Terminal
@@ -19,7 +19,7 @@ def try_reward(reward: RewardConfig, data: EvalDataConfig, rows: Rows) -> str:
     return check_reward(reward, rows.data_sources(data.max_samples), trials, to_answer=lots)
 
 
-def submit(scorer: Scorer, group: Group, sample: Sample) -> None:
+def submit(scorer: Scorer, group: EvalGroup, sample: Sample) -> None:
     """Queues a group's responses and returns at once."""
     for index, (text, reason) in enumerate(zip(group.responses, group.finish_reasons, strict=True)):
         rollout = Rollout(

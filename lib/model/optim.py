@@ -14,7 +14,7 @@ from lib.errors import UserError, check_fields
 from lib.model.fsdp import reshard
 from lib.model.host_memory import HostMemory
 
-CHUNK = 2**26  # elements whose moments visit the GPU at once: 512 MiB, or one parameter that is larger
+MOMENT_ELEMENTS = 2**26  # elements whose moments visit the GPU at once: 512 MiB, or one parameter that is larger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,14 +138,14 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _chunks(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """The parameters in order, in runs of at most CHUNK elements of this rank, or of one parameter."""
+    """The parameters in order, in runs of at most MOMENT_ELEMENTS elements of this rank, or of one parameter."""
     chunks: list[list[Tensor]] = []
     room = 0
     for parameter in parameters:
         size = _local(parameter).numel()
         if not chunks or size > room:
             chunks.append([])
-            room = CHUNK
+            room = MOMENT_ELEMENTS
         chunks[-1].append(parameter)
         room -= size
     return chunks

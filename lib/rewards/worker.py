@@ -179,8 +179,8 @@ def _load_file(spec: dict[str, Any]) -> Callable:
         exec(compile(spec["source"], path, "exec"), module.__dict__)
     except BaseException as error:
         raise StartError(
-            f"the reward file does not import; --reward.path {path}; {describe(error)}; mend the file: it is imported "
-            f"in a worker process with {sys.executable}"
+            f"the reward file does not import; --reward.path {path}; {error_in_words(error)}; mend the file: it is "
+            f"imported in a worker process with {sys.executable}"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -209,8 +209,8 @@ def _load_grader(data_source: str, module: str, kwargs: dict[str, Any]) -> Grade
         raise
     except Exception as error:
         raise StartError(
-            f"the built-in grader {module} does not run; {where}; {describe(error)}; expected it to grade the response "
-            "'0'; check --reward.kwargs, and install what requirements.txt names"
+            f"the built-in grader {module} does not run; {where}; {error_in_words(error)}; expected it to grade the "
+            "response '0'; check --reward.kwargs, and install what requirements.txt names"
         ) from error
     return function, _answer_writer(sys.modules[module])
 
@@ -262,7 +262,7 @@ class _Scoring:
             act = self._score if arguments["solution_str"] is not None else self._try_answer
             score, extras = act(grader, arguments)
         except BaseException as error:  # also sys.exit: the text tells more than a dead worker
-            return {"score": None, "extras": {}, "error": describe(error)}
+            return {"score": None, "extras": {}, "error": error_in_words(error)}
         return {"score": score, "extras": extras, "error": None}
 
     def _score(self, grader: Grader, arguments: dict[str, Any]) -> tuple[float | None, dict]:
@@ -328,7 +328,7 @@ def _read_number(value: Any) -> float | None:
     return number
 
 
-def describe(error: BaseException) -> str:
+def error_in_words(error: BaseException) -> str:
     """The error and where user code raised it: `ValueError: no digits [reward.py:12 in compute_score: int(text)]`."""
     frames = [
         f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}: {_shorten(frame.line or '', 80)}"

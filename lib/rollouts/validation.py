@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lib.dist import World
-from lib.engine.engine import MAX_GROUP, MIN_TEMPERATURE, RolloutConfig, RolloutEngine, Sampling
+from lib.engine.engine import LOWEST_TEMPERATURE, MAX_GROUP, RolloutConfig, RolloutEngine, Sampling
 from lib.errors import Stopped, UserError, check_fields
 from lib.rewards.scoring import RewardConfig, Scorer, check_error_rate, error_counts
 from lib.rollouts.validation_metrics import MAX_VARIABLES, limit_variables, validation_metrics
@@ -40,8 +40,8 @@ class EvalConfig:
             every=(self.every >= 0, "0 or more"),
             n=(1 <= self.n <= MAX_GROUP, f"from 1 to {MAX_GROUP}"),
             temperature=(
-                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < 100,
-                f"0 (greedy), or from {MIN_TEMPERATURE} to below 100",
+                self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < 100,
+                f"0 (greedy), or from {LOWEST_TEMPERATURE} to below 100",
             ),
             top_p=(0 < self.top_p <= 1, "in (0, 1]"),
             top_k=(0 <= self.top_k < 2**31, "0 (all tokens) or more"),

@@ -19,7 +19,7 @@ MAX_HEADER = 100_000_000  # bytes; the safetensors format's own limit
 DOWNLOAD_AGAIN = "download or copy the folder again"
 ROTARY_TABLES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """How the names of tensors end that older releases saved, and that every model computes itself."""
-CHUNK = 2**24  # bytes compared at once
+COMPARED_BYTES = 2**24  # bytes compared at once
 
 Shape = tuple[int, ...]
 
@@ -103,8 +103,8 @@ def _are_equal(one: Entry, other: Entry) -> bool:
     with open_regular(one.file) as a, open_regular(other.file) as b:
         a.seek(one.begin)
         b.seek(other.begin)
-        for left in range(one.stop - one.begin, 0, -CHUNK):
-            if a.read(min(left, CHUNK)) != b.read(min(left, CHUNK)):
+        for left in range(one.stop - one.begin, 0, -COMPARED_BYTES):
+            if a.read(min(left, COMPARED_BYTES)) != b.read(min(left, COMPARED_BYTES)):
                 return False
     return True
 

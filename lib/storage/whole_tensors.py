@@ -21,7 +21,7 @@ from lib.errors import DamagedCheckpoint, UserError
 from lib.regular_files import check_regular
 from lib.storage.weight_headers import DOWNLOAD_AGAIN, Shape, iter_weight_files, shards_beside
 
-CHUNK = 2**26  # bytes that a write brings from the GPU at once
+WRITE_BYTES = 2**26  # bytes that a write brings from the GPU at once
 ANOTHER = "use another checkpoint of the run, or copy this one again"
 
 
@@ -255,7 +255,7 @@ def write_safetensors(
 
         write(len(text).to_bytes(8, "little") + text)
         for tensor in numbers:
-            for part in tensor.detach().contiguous().view(-1).view(torch.uint8).split(CHUNK):
+            for part in tensor.detach().contiguous().view(-1).view(torch.uint8).split(WRITE_BYTES):
                 write(part.cpu().numpy())
         stream.flush()
         os.fsync(stream.fileno())

@@ -112,7 +112,7 @@ def of_the_update(path, world):
 
 def of_the_optimizer():
     """Whether moments on the host give AdamW's weights bit for bit, over several chunks."""
-    lib.model.optim.CHUNK = 1000
+    lib.model.optim.MOMENT_ELEMENTS = 1000
     generator = torch.Generator("cuda").manual_seed(0)
     sizes = ((700,), (30, 20), (5000,), (1,), (0,), (400,))
     start = [torch.randn(size, device="cuda", generator=generator) for size in sizes]
