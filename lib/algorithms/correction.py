@@ -301,8 +301,8 @@ def log_bounds(name: str, bounds: Any) -> tuple[float, float]:
     """
     if name not in get_args(RejectStatistic):
         raise UserError(
-            f"--correction.reject has no {name!r}; --correction; expected {', '.join(get_args(RejectStatistic))}; choose "
-            "some"
+            f"--correction.reject has no {name!r}; --correction; expected {', '.join(get_args(RejectStatistic))}; "
+            "choose some"
         )
     numbers = list(bounds) if isinstance(bounds, list | tuple) else [bounds]
     is_k1 = name.endswith("k1")
