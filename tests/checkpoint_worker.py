@@ -20,7 +20,9 @@ import torch
 from lib.algorithms.advantages import GroupAdvantage
 from lib.algorithms.kl import KLController, KLRewardConfig
 from lib.checkpoints.checkpointer import Checkpointer, Progress, Trained
-from lib.config.flags import parse_args, reporting_errors, to_json
+from lib.config.as_json import to_json
+from lib.config.flags import parse_args
+from lib.config.reporting import reporting_errors
 from lib.data.parquet import rows_from_dicts
 from lib.data.prompt_stream import PromptStream
 from lib.data.prompts import Prompts

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import lib.stopping
-from lib.config.flags import reporting_errors
+from lib.config.reporting import reporting_errors
 from lib.dist import World, init_distributed
 from lib.engine.engine import RolloutConfig, RolloutEngine, Sampling
 from lib.errors import Stopped

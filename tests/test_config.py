@@ -13,20 +13,10 @@ from typing import Literal
 
 import pytest
 
-from lib.config.flags import (
-    REQUIRED,
-    JsonObject,
-    config_hash,
-    either,
-    nearest_divisors,
-    option_names,
-    parse_args,
-    parse_cli,
-    plug_in,
-    reporting_errors,
-    resolve_path,
-    to_json,
-)
+from lib.config.as_json import config_hash, to_json
+from lib.config.flags import REQUIRED, JsonObject, option_names, parse_args, parse_cli, plug_in
+from lib.config.reporting import reporting_errors
+from lib.config.values import either, nearest_divisors, resolve_path
 from lib.config.verl_keys import VERL_KEYS, markdown, verl_hint
 from lib.errors import RewardError, UserError
 from tests.checkpoint_folders import in_child

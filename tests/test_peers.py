@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lib.config.flags import to_json
+from lib.config.as_json import to_json
 from lib.errors import UserError
 from recipes import dr_grpo_smollm2_words, grpo_smollm2_words
 from recipes.peers.trl_smollm2_words import PeerConfig, reward, settings_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from lib.config.flags import to_json
+from lib.config.as_json import to_json
 from lib.data.prompts import DataConfig, check_data_files
 from lib.dist import SINGLE, init_distributed
 from lib.errors import DamagedCheckpoint, UserError

@@ -11,7 +11,8 @@ import pytest
 import lib.secret_values
 from eval import EvalScriptConfig
 from lib.algorithms.advantages import ADVANTAGES
-from lib.config.flags import parse_cli, to_json
+from lib.config.as_json import to_json
+from lib.config.flags import parse_cli
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.errors import UserError
 from lib.launch.resume import find_resume

@@ -333,7 +333,7 @@ def test_a_limit_that_is_no_time_is_refused():
 def test_a_plain_process_stops_with_the_signals_code(tmp_path):
     (tmp_path / "script.py").write_text(
         "import pathlib, time\n"
-        "from lib.config.flags import reporting_errors\n"
+        "from lib.config.reporting import reporting_errors\n"
         "from lib.dist import init_distributed\n"
         "from lib.stopping import Stopper\n"
         "with reporting_errors(), Stopper(init_distributed()) as stopper:\n"

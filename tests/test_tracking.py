@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.config.flags import reporting_errors
+from lib.config.reporting import reporting_errors
 from lib.dist import SINGLE
 from lib.errors import UserError
 from lib.tracking.console import StartupTimer, format_table, plot_learning_curve

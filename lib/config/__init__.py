@@ -4,5 +4,8 @@ from lib.rooms import exports
 
 __all__, __getattr__ = exports(
     __name__,
-    flags="REQUIRED JsonObject config_hash parse_args parse_cli plug_in reporting_errors resolve_path to_json",
+    as_json="config_hash to_json",
+    flags="JsonObject REQUIRED parse_args parse_cli plug_in",
+    reporting="reporting_errors",
+    values="resolve_path",
 )

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lib.config.flags import JsonObject, resolve_path
+from lib.config.flags import JsonObject
+from lib.config.values import resolve_path
 from lib.data.chat_template import ControlTokens, first_date
 from lib.data.parquet import Rows, read_rows, resolve_file
 from lib.data.prompts import DataConfig

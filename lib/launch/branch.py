@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatch
 from typing import Any
 
-from lib.config.flags import to_json
+from lib.config.as_json import to_json
 from lib.launch.train_config import TrainConfig
 from lib.secret_values import equal_but_for_blanks
 

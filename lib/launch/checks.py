@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lib.algorithms.kl import kl_in_words
-from lib.config.flags import config_hash, either, nearest_divisors
+from lib.config.as_json import config_hash
+from lib.config.values import either, nearest_divisors
 from lib.data.curriculum import WEIGHTS
 from lib.data.parquet import Rows
 from lib.data.prompts import DataFiles, Prompts, check_data_files, tokenize

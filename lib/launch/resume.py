@@ -18,7 +18,7 @@ import torch
 from lib.checkpoints.checkpointer import versions
 from lib.checkpoints.tensor_files import load_model_, load_optimizer_
 from lib.checkpoints.trainer_file import read_trainer
-from lib.config.flags import to_json
+from lib.config.as_json import to_json
 from lib.data.chat_template import first_date
 from lib.data.prompt_stream import PromptStream
 from lib.dist import World

@@ -7,7 +7,7 @@ from typing import Any
 
 from lib.algorithms.kl import KLController
 from lib.checkpoints.checkpointer import Checkpointer, Progress, Trained
-from lib.config.flags import to_json
+from lib.config.as_json import to_json
 from lib.data.prompt_stream import PromptStream
 from lib.data.prompts import DataFiles, Prompts
 from lib.dist import World

@@ -15,7 +15,8 @@ from lib.algorithms.losses import LOSSES, PolicyLoss
 from lib.algorithms.shaping import OverlongConfig
 from lib.algorithms.terms import EntropyTerm, KLTerm, LossTerm, PolicyTerm
 from lib.checkpoints.checkpointer import CheckpointConfig
-from lib.config.flags import either, nearest_divisors, plug_in
+from lib.config.flags import plug_in
+from lib.config.values import either, nearest_divisors
 from lib.data.prompts import DataConfig
 from lib.engine.engine import RolloutConfig
 from lib.errors import UserError, check_fields

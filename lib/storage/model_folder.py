@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lib.config.flags import either, nearest_divisors, resolve_path
+from lib.config.values import either, nearest_divisors, resolve_path
 from lib.errors import UserError
 from lib.storage.beside_weights import check_beside_weights
 from lib.storage.weight_headers import DOWNLOAD_AGAIN, Shape, check_weights, listing, read_json, shards_beside

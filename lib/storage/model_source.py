@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lib.config.flags import resolve_path
+from lib.config.values import resolve_path
 from lib.dist import World
 from lib.errors import DamagedCheckpoint, UserError
 from lib.storage.checkpoint_folder import check, find_checkpoints, share, verify
