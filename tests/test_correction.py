@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lib.algorithms.advantages import GroupAdvantage
 from lib.algorithms.aggregation import loss_denominator
-from lib.algorithms.correction import CORRECTIONS, AutoCorrection, Correction, Statistic, log_bounds, statistic
+from lib.algorithms.correction import CORRECTIONS, AutoCorrection, Correction, RejectStatistic, log_bounds, statistic
 from lib.algorithms.losses import ClipLoss, GPGLoss
 from lib.dist import SINGLE
 from lib.tracking.metrics import Metrics
@@ -247,7 +247,7 @@ def test_statistics_of_ratios_three_and_a_half_beside_a_tool_token(name, expecte
 
 
 def test_every_statistic_is_tested():
-    assert set(STATISTICS) == set(get_args(Statistic))
+    assert set(STATISTICS) == set(get_args(RejectStatistic))
 
 
 @pytest.mark.parametrize("name", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
