@@ -11,6 +11,7 @@ import pytest
 import lib.secret_values
 from eval import EvalScriptConfig
 from lib.advantages import ADVANTAGES
+from lib.branch import changed_options
 from lib.config import parse_cli, to_json
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.errors import UserError
@@ -61,6 +62,21 @@ def test_a_secret_is_blanked_however_it_is_written(monkeypatch):
     assert blank("see postgres://me:hunter2@host/x and http://host:80/a@b") == (
         "see postgres://me:[password]@host/x and http://host:80/a@b"
     )
+
+
+def test_every_secret_of_an_option_is_blanked_also_where_several_have_one_key(monkeypatch):
+    monkeypatch.setenv("api_key", CANARY)
+    kwargs = {"first": {"api_key": "key-of-the-first"}, "second": {"api_key": "key-of-the-second"}}
+    remember(GRPOConfig(reward=RewardConfig(kwargs=kwargs | {"keys": ["one-of-the-keys", "two-of-the-keys"]})))
+    text = f"key-of-the-first key-of-the-second one-of-the-keys two-of-the-keys {CANARY}"
+    assert blank(text) == "[api_key] [api_key] [keys] [keys] [api_key]"
+
+
+def test_a_checkpoint_from_before_secrets_were_blanked_is_of_the_same_options():
+    cfg = GRPOConfig(reward=RewardConfig(kwargs={"api_key": ANOTHER, "level": 1}))
+    saved = to_json(cfg)
+    saved["reward"]["kwargs"] = {"api_key": CANARY, "level": 2}
+    assert changed_options(saved, cfg) == {"reward.kwargs.level": (2, 1)}
 
 
 @pytest.mark.parametrize(
@@ -131,11 +147,14 @@ def test_a_run_a_resume_and_a_merge_keep_a_secret_of_the_environment_and_of_an_o
 def test_a_blanked_value_is_equal_to_whatever_stands_there_now():
     assert equal_but_for_blanks("[api_key]", "anything") and equal_but_for_blanks("a [HF_TOKEN] b", "a x\ny b")
     assert equal_but_for_blanks(["a", "[api_key]"], ["a", "b"]) and equal_but_for_blanks({"a": 1}, {"a": 1})
+    assert equal_but_for_blanks([{"url": "https://me:[password]@host"}], [{"url": "https://me:hunter2@host"}])
     for saved, value in (
         ("[api_key]", None),
         ("[best]", "x"),
         ("a [HF_TOKEN] b", "a x c"),
         (["a"], ["a", "b"]),
+        ([{"a": "[api_key]"}], [{"a": "x", "b": "y"}]),
+        ([{"a": "x"}], [{"a": "y"}]),
         (1, 2),
     ):
         assert not equal_but_for_blanks(saved, value)
@@ -146,6 +165,11 @@ def test_an_error_line_shows_no_secret(monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", CANARY)
     for words in (
         ["--reward.kwargs", f"{{'api_key': '{ANOTHER}'}}"],  # not JSON
+        ["--reward.kwargs", f"{{api_key:{ANOTHER}}}"],  # as a shell passes {"api_key":"..."} on
+        ["--reward.kwargs", "{api_key:", f"{ANOTHER}}}"],
+        [f'--reward.kwargs=["{ANOTHER}"]'],
+        ["--reward.kwargs", f'{{"api_key": "{ANOTHER}}}'],
+        [f"reward.api_key={ANOTHER}"],
         ["--rollout.n", CANARY],
         ["--model.path", f"https://me:{ANOTHER}@host/model", "--no-such", CANARY, "--reward.num-workers", "x"],
     ):
