@@ -75,6 +75,13 @@ def test_a_line_cut_short_or_changed_is_generated_again_and_spoils_no_other(tmp_
         again._file.close()
 
 
+def test_a_finished_group_is_kept_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "canary-2f9c41d7")
+    parts = Parts(tmp_path / "parts", STATE, SINGLE, overwrite=False)
+    parts.add(group(0, responses=["a canary-2f9c41d7", "b"]))
+    assert parts.read()[0].responses == ["a [HF_TOKEN]", "b"]
+
+
 def test_another_evaluations_parts_are_refused_by_the_names_of_what_differs(tmp_path):
     first = Parts(tmp_path / "parts", STATE, SINGLE, overwrite=False)
     first.add(group(0))
