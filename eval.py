@@ -40,6 +40,7 @@ from lib.eval_scores import collect_scores, submit, try_reward
 from lib.evaluate import decode
 from lib.launch import check_engines, check_same_config, check_same_prompts
 from lib.model import ModelConfig
+from lib.peers import naming_killed_ranks
 from lib.rollout import RolloutConfig, RolloutEngine, training_sampling
 from lib.scoring import RewardConfig, Scorer
 from lib.secret_values import blank
@@ -98,7 +99,7 @@ class EvalScriptConfig:
 
 def main(cfg: EvalScriptConfig) -> None:
     """The whole evaluation; a LockstepError on any rank ends all of them with one line and its exit code."""
-    with reporting_errors(debug=cfg.debug):
+    with reporting_errors(debug=cfg.debug), naming_killed_ranks(init_distributed()):
         evaluate(cfg)
         shutdown_distributed()
 

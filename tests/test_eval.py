@@ -256,6 +256,26 @@ def test_killed_at_any_moment_and_started_again_equals_undisturbed_and_generates
     assert outputs(folder, output) == outputs(folder, f"whole_{num_ranks}.parquet")
 
 
+KILLING = """
+import os, signal, time
+def compute_score(**_):
+    if os.environ["RANK"] == "1":
+        keeper = open(f"/proc/{os.getppid()}/stat").read()
+        os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        time.sleep(60)
+    return 1.0
+"""
+
+
+def test_a_rank_that_is_killed_is_named_by_another_in_one_line(folder, tmp_path):
+    (tmp_path / "reward.py").write_text(KILLING)
+    done = torchrun(2, *words(folder, "killed_rank.parquet"), "--reward.path", str(tmp_path / "reward.py"))
+    assert done.returncode == 1
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert line.startswith("error[1] rank 1 was killed by SIGKILL; ") and "it may have been memory" in line
+    assert str(ROOT / "lib") not in done.stderr  # no traceback
+
+
 def test_a_log_that_cannot_be_written_is_told_with_the_options_of_an_evaluation(folder):
     parts = parts_folder(folder / "log.parquet")
     command = words(folder, "log.parquet", "--generate-only")
