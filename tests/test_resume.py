@@ -140,7 +140,12 @@ def test_an_empty_status_beside_whole_checkpoints_costs_nothing(model, run):
             "found null as collectors.0.carried.0.0.place, expected int",
         ),
         (("prompts", "curriculum"), [0, 1], "as prompts.curriculum, expected str"),
+        (("collectors", 0, "carried", 0), [], "collectors.0.carried.0, expected a list with entries"),
         (("constant_groups",), {"0": 1}, "as constant_groups, expected list"),
+        (("began_from",), ["model"], "as began_from, expected dict"),
+        (("began_from",), {"reference": 5}, "found 5 as began_from.reference, expected str"),
+        (("best",), {"metric": "a", "value": "1", "step": 2}, 'found "1" as best.value, expected int'),
+        (("reward",), 5, "found 5 as reward, expected str"),
         ((), [], "found [] as all of it, expected dict"),
     ],
 )
