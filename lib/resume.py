@@ -254,10 +254,9 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
     """RUN's config.json; None where it cannot be read."""
     try:
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        saved["checkpoint"]["resume"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return saved if isinstance(saved["checkpoint"]["resume"], str) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return saved
 
 
 def _folder(path: str) -> Path | None:

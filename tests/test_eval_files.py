@@ -108,9 +108,17 @@ def test_an_unfinished_evaluation_goes_on_with_the_date_of_its_prompts(tmp_path)
     assert date_of(output) == "2024-02-03T04:05:06"
     pinned = Parts(first.folder, {**STATE, "date": "2024-02-04T04:05:06"}, SINGLE, overwrite=False)  # equal prompts
     assert list(pinned.groups) == [0]
-    for damaged in ("", "[]", '{"date": 3}', '{"model": "abc"}'):
+    for damaged in ("", "[]", '{"date": 3}', '{"model": "abc"}', "[" * 100_000):
         (first.folder / "state.json").write_text(damaged)
         assert date_of(output) >= "2026"
+
+
+@pytest.mark.parametrize("damaged", ["", "7", '["a"]', "null", "[" * 100_000], ids="e7anr")
+def test_a_state_that_cannot_be_read_is_told_with_the_way_to_start_afresh(tmp_path, damaged):
+    (tmp_path / "state.json").write_text(damaged)
+    with pytest.raises(UserError, match=r"what an earlier evaluation left cannot be read; .*state.json; .*--overwrite"):
+        Parts(tmp_path, STATE, SINGLE, overwrite=False)
+    assert Parts(tmp_path, STATE, SINGLE, overwrite=True).groups == {}
 
 
 # ---- Input and output ----

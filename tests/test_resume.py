@@ -205,6 +205,15 @@ def test_a_dead_run_of_other_options_is_refused_naming_them(model, dead, tmp_pat
         find_resume(options(model, dead, "--checkpoint.resume", tmp_path / "copy" / "run" / "global_step_2"), SINGLE)
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"checkpoint": {"resume": []}}'], ids=["deep", "list"])
+def test_a_dead_run_whose_config_or_status_cannot_be_read_does_not_begin_again(model, dead, text):
+    (dead / "config.json").write_text(text)
+    assert not find_resume(options(model, dead), SINGLE).in_place
+    (dead / "status.json").write_text(text)
+    with pytest.raises(UserError, match=r"the run folder is not empty; .*found one without a status"):
+        train(options(model, dead), init_distributed())
+
+
 def test_a_run_that_lives_or_has_finished_does_not_begin_again(model, dead, monkeypatch):
     descriptor = lock_folder(dead)
     with pytest.raises(UserError, match="another run is writing to the run folder"):

@@ -276,7 +276,7 @@ def test_what_is_written_again_is_moved_aside_and_what_is_not_the_runs_stays(tmp
     assert f"what the run had written of steps after 2 is moved aside: {aside.name}, samples/step_3.jsonl.rep" in said
 
 
-@pytest.mark.parametrize("line", ["{", "7", "{}", '{"step": "a"}'])
+@pytest.mark.parametrize("line", ["{", "7", "{}", '{"step": "a"}', "[" * 100_000], ids="{7}a[")
 def test_a_damaged_line_of_metrics_is_named_before_anything_is_changed(tmp_path, line):
     folder = tmp_path / "r"
     with Run(folder, TrackingConfig(), SINGLE, config={}, num_steps=4) as run:
