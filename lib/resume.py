@@ -201,6 +201,8 @@ def _look(cfg: TrainConfig) -> tuple[list[Found], bool, str | None]:
     if mode in ("auto", "never"):
         return found, again and not moves_aside, status.get("state")
     path = _asked_for(mode)
+    if folder is not None and folder.is_dir() and path.parent.samefile(folder):  # by whatever links
+        path = folder / path.name
     if moves_aside and path.parent == folder:
         raise UserError(
             f"--overwrite moves the checkpoint away; --checkpoint.resume {mode}; found it in --run-dir "

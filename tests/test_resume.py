@@ -456,6 +456,16 @@ def test_the_same_path_again_goes_on_from_what_the_run_has_saved_since(model, ru
         find_resume(config(model, "--run-dir", run, *words), world)
 
 
+def test_a_path_through_a_link_to_its_own_run_is_no_branch(model, run, tmp_path):
+    (tmp_path / "link").symlink_to(run)
+    for path, folder in ((tmp_path / "link", run), (run, tmp_path / "link")):
+        words = ("--checkpoint.resume", path / "global_step_2")
+        resume = find_resume(options(model, folder, *words), SINGLE)
+        assert (resume.path, resume.is_branch, resume.in_place) == (folder / "global_step_2", False, True)
+        with pytest.raises(UserError, match="--overwrite moves the checkpoint away"):
+            find_resume(options(model, folder, *words, "--overwrite"), SINGLE)
+
+
 def test_the_same_path_of_another_run_again_goes_on_in_the_new_folder(model, done, tmp_path):
     words = ("--checkpoint.resume", done / "global_step_2", "--num-steps", 4, "--checkpoint.every", 1)
     world = init_distributed()
