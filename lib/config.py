@@ -30,7 +30,7 @@ from typing import Annotated, Any, TextIO, TypeVar, Union, get_args, get_origin,
 import tyro
 
 from lib.errors import LaunchError, LockstepError, RankKilled, Stopped, UserError, error_line, printable
-from lib.secret_values import blank_keys, blank_message, is_secret_name, remember
+from lib.secret_values import blank_keys, blank_message, is_secret_name, no_json_in_words, remember
 from lib.verl_keys import NO_CRITIC, SYNONYMS, VERL_KEYS, verl_hint
 
 T = TypeVar("T")
@@ -167,14 +167,12 @@ def _options(config: Any, prefix: str = "--") -> dict[str, Any]:
 def _refuse_unknown(argv: list[str], options: dict[str, Any], known: list[str]) -> None:
     """Raises UserError that names every word that is no option of ours and no value: typing errors, verl's words."""
     problems, rest = [], []
-    room, empty = 0.0, ""  # how many values the last option still takes; its name while it has none and wants one
-    in_json = False  # whether the last option takes JSON, of which a space may have cut off a secret
+    room, empty, in_json = 0.0, "", False  # values the last option still takes; its name while it wants one; its kind
     for word in argv:
         name, equals, _ = word.partition("=")
         if (option := _normal(name)) in options:
             room = _most_values(options[option]) - bool(equals)
-            empty = "" if equals or _is_boolean(options[option]) else option
-            in_json = options[option] == JsonObject
+            empty, in_json = "" if equals or _is_boolean(options[option]) else option, options[option] == JsonObject
             continue
         dashes = "--" if word.startswith("--") else "-" if re.match(OPTION_OF_ONE_DASH, word) else ""
         hint = _hint(word, known)
@@ -280,26 +278,15 @@ def _explain(event: tyro._errors.ParseErrorEvent, argv: list[str]) -> str:
         words = " ".join(event.tokens)
         return f"{words!r} belongs to no option; command line; expected --option value; quote values that hold spaces"
     assert isinstance(event, errors.InstantiationFailure | errors.BadValue | errors.InvalidChoice), event
-    argument = event.argument
-    name = argument.display_name()
-    found = " ".join(_values(name, argv)) or "no value"
-    if argument.lowered.metavar == "JSON" and found != "no value":
-        found = _json_in_words(found)  # not itself: where a shell took its quotes away, nothing would blank a secret
+    argument, name = event.argument, event.argument.display_name()
+    shown = no_json_in_words if argument.lowered.metavar == "JSON" else str
+    found = shown(" ".join(_values(name, argv))) or "no value"
     if isinstance(event, errors.InvalidChoice):
         expected = "one of " + ", ".join(event.choices)
         nearest = _nearest(event.value, event.choices)
     else:
         expected, nearest = _in_words(str(argument.lowered.metavar)), ""
     return f"wrong value for {name}; command line; found {found}, expected {expected}{nearest}; see --help"
-
-
-def _json_in_words(text: str) -> str:
-    """What a text that holds no JSON object is."""
-    try:
-        return f"JSON of another kind ({type(json.loads(text)).__name__})"
-    except ValueError as error:
-        hint = " (quote all of it: '{\"name\": ...}')" if '"' not in text else ""
-        return f"{len(text)} characters that are no JSON, {error}{hint}"
 
 
 def _values(option: str, argv: list[str]) -> list[str]:

@@ -122,6 +122,15 @@ def blank_message(text: str) -> str:
     return PAIR.sub(without, blank(text))
 
 
+def no_json_in_words(text: str) -> str:
+    """What a text that holds no JSON object is; never the text: where a shell took its quotes away, no key is found."""
+    try:
+        return f"JSON of another kind ({type(json.loads(text)).__name__})"
+    except ValueError as error:
+        hint = " (quote all of it: '{\"name\": ...}')" if '"' not in text else ""
+        return text and f"{len(text)} characters that are no JSON, {error}{hint}"
+
+
 def equal_but_for_blanks(saved: Any, value: Any) -> bool:
     """Whether a saved value is this one, whatever stood where it is blanked."""
     if isinstance(saved, list) and isinstance(value, list):
