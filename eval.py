@@ -40,6 +40,7 @@ from lib.evaluation.inputs import (
 from lib.evaluation.scores import collect_scores, submit, try_reward
 from lib.launch import check_engines, check_same_config, check_same_prompts
 from lib.model import ModelConfig
+from lib.peers import naming_killed_ranks
 from lib.rewards import RewardConfig, Scorer
 from lib.rollouts import decode
 from lib.secret_values import blank
@@ -98,7 +99,7 @@ class EvalScriptConfig:
 
 def main(cfg: EvalScriptConfig) -> None:
     """The whole evaluation; a LockstepError on any rank ends all of them with one line and its exit code."""
-    with reporting_errors(debug=cfg.debug):
+    with reporting_errors(debug=cfg.debug), naming_killed_ranks(init_distributed()):
         evaluate_model(cfg)
         shutdown_distributed()
 

@@ -29,7 +29,7 @@ URL_PASSWORD = re.compile(r"""(://[^\s/:@"']*):[^\s/"']+@""")
 PAIR = re.compile(r"""(["'])([\w.-]+)\1(\s*:\s*)(["'])(.*?)\4""")
 BLANK = re.compile(r"\[([\w.-]+)\]")
 
-_of_options: dict[str, str] = {}  # what `remember` has found
+_of_options: dict[str, str] = {}  # value -> key, as `remember` has found them; a key may stand in several objects
 
 
 @cache
@@ -64,7 +64,7 @@ def remember(config: T) -> T:
         for field in dataclasses.fields(config):
             remember(getattr(config, field.name))
     elif isinstance(config, Mapping):
-        _walk(config, None, lambda name, text: _of_options.update({name: text}))
+        _walk(config, None, lambda name, text: _of_options.update({text: name}))
     return config
 
 
@@ -89,8 +89,8 @@ def _can_be_secret(value: str) -> bool:
 
 def blank(value: Any) -> Any:
     """A text, or an object as JSON has them, with the values of secrets as [NAME], in its keys too."""
-    found = _of_options | secret_variables()
-    forms = [(form, name) for name, secret in found.items() for form in _forms(secret)]
+    found = _of_options | {secret: name for name, secret in secret_variables().items()}
+    forms = [(form, name) for secret, name in found.items() for form in _forms(secret)]
     return _blank(value, sorted(forms, key=lambda entry: -len(entry[0])))  # one may be part of another
 
 
@@ -122,10 +122,21 @@ def blank_message(text: str) -> str:
     return PAIR.sub(without, blank(text))
 
 
+def no_json_in_words(text: str) -> str:
+    """What a text that holds no JSON object is; never the text: where a shell took its quotes away, no key is found."""
+    try:
+        return f"JSON of another kind ({type(json.loads(text)).__name__})"
+    except ValueError as error:
+        hint = " (quote all of it: '{\"name\": ...}')" if '"' not in text else ""
+        return text and f"{len(text)} characters that are no JSON, {error}{hint}"
+
+
 def equal_but_for_blanks(saved: Any, value: Any) -> bool:
     """Whether a saved value is this one, whatever stood where it is blanked."""
     if isinstance(saved, list) and isinstance(value, list):
         return len(saved) == len(value) and all(map(equal_but_for_blanks, saved, value))
+    if isinstance(saved, Mapping) and isinstance(value, Mapping):
+        return saved.keys() == value.keys() and all(equal_but_for_blanks(saved[key], value[key]) for key in saved)
     if not (isinstance(saved, str) and isinstance(value, str)):
         return saved == value
     parts, end = [], 0

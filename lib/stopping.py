@@ -35,14 +35,13 @@ import torch.distributed as torch_dist
 from lib.dist import ATTEMPT, World
 from lib.errors import RankKilled, Stopped, error_line
 from lib.messages import Messages
-from lib.peers import Peers, in_words, node_of_process
+from lib.peers import NOTICE_S, Peers, in_words, node_of_process
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 POLL_S = 0.5  # between two looks at the store
 LIBC = ctypes.CDLL(None)
 SIGACTION_BYTES = 512  # at least its struct sigaction
 ECHO_S = 2.0  # one request may arrive twice: from the scheduler, and handed on by torchrun
-NOTICE_S = 2.0  # from a peer's closed connections to the end of its process
 UNWIND_S = 10.0  # for what is left to do when a peer was killed; in a collective on a GPU a rank would wait for ever
 
 

@@ -44,6 +44,7 @@ from train_grpo import GRPOConfig
 
 NUM_PROMPTS = 10
 REWARD = "reward: compute_score in /a/b.py (sha256 ab); warning: it printed"
+EXTRAS = {"acc": 0.1, "note": "ü", "ok": True}
 
 
 def make_prompts(answers=None):
@@ -73,7 +74,7 @@ def respond(sample, index):
     return Rollout(
         sample=sample, index=index, response_ids=torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist(),
         rollout_log_probs=(-torch.rand(length, generator=generator)).tolist(), finish_reason="stop",
-        score=Score(score=float(torch.rand((), generator=generator)), extras={"acc": 0.1, "note": "ü", "ok": True}),
+        score=Score(score=float(torch.rand((), generator=generator)), extras=EXTRAS),
     )  # fmt: skip
 
 

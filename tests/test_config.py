@@ -14,9 +14,9 @@ from typing import Literal
 import pytest
 
 from lib.config.as_json import config_hash, to_json
-from lib.config.flags import REQUIRED, JsonObject, option_names, parse_args, parse_cli, plug_in
+from lib.config.flags import REQUIRED, option_names, parse_args, parse_cli, plug_in
 from lib.config.reporting import reporting_errors
-from lib.config.values import either, nearest_divisors, resolve_path
+from lib.config.values import JsonObject, either, nearest_divisors, resolve_path
 from lib.config.verl_keys import VERL_KEYS, markdown, verl_hint
 from lib.errors import RewardError, UserError
 from tests.checkpoint_folders import in_child
@@ -146,8 +146,8 @@ def test_a_range_error_of_the_config_comes_through_as_it_is(form: str, number: s
         ("--num-steps 1e3", ("--num-steps", "1e3", "None or an integer")),
         ("--optim.betas 0.9", ("--optim.betas", "0.9", "two numbers")),
         ("--optim.schedule cosin", ("--optim.schedule", "cosin", "constant, cosine", "nearest is cosine")),
-        ("--data.template [1]", ("--data.template", "[1]", "a JSON object")),
-        ("--data.template {a", ("--data.template", "{a", "a JSON object")),
+        ("--data.template [1]", ("--data.template", "(list)", "a JSON object")),
+        ("--data.template {a", ("--data.template", "line 1 column 2", "quote all", "a JSON object")),
         ("--num-steps 1 2", ("'2' belongs to no option",)),
         ("-lr 3", ("-lr",)),
     ],

@@ -384,6 +384,16 @@ def test_a_bad_dataset_file_is_refused_before_it_runs(tmp_path):
         (("return 2 * len(self.rows)", "return 0"), ["no rows"]),
         (("return row if", "return [row] if"), ["row 0", "list", "expected dict"]),
         (('"role": "user"', '"role": "human"'), ["row 1", "message 0", "'human'"]),
+        (('"again"', '"\\ud83d"'), ["row 1", "column 'prompt'", "half of a surrogate pair"]),
+        (('{**row, "prompt"', '{**row, "data_source": "a\\x1b[31m\\n", "prompt"'), ["row 1", "'a\\x1b[31m\\n'"]),
+        (("return row if", "return {'text': 1} if True or"), ["columns 'prompt' and 'data_source' and 'reward_model'"]),
+        (
+            (
+                "return row if",
+                "return {**row, 'extra_info': None} if i == 0 else {**row, 'extra_info': 'x'} if i == 3 else row if",
+            ),
+            ["row 3", "one type"],
+        ),
     ],
 )
 def test_a_failing_dataset_class_is_refused_with_the_step_that_failed(tmp_path, tokenizer, change, parts):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -81,10 +82,10 @@ def words(folder, output, *more, model="model", n=4):
     )  # fmt: skip
 
 
-def start(*arguments):
+def start(*arguments, env=None):
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, timeout=LIMIT_S,
+        [sys.executable, *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
 
 
@@ -150,6 +151,28 @@ def test_scoring_alone_gives_the_scores_of_the_whole_run_without_a_model(folder,
     assert (folder / "again.parquet").read_bytes() == file.read_bytes()
     one, again = (json.loads((folder / name).read_text())["summary"] for name in ("one.json", "again.json"))
     assert one == again
+
+
+REVEALING = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, api_key):
+    return {"score": 1.0, "pred": f"{api_key} \\ud83d"}
+"""
+
+
+def test_an_output_has_no_secret_and_what_no_file_can_hold_as_an_escape(folder, tmp_path):
+    """Responses and predictions with a key; half of a surrogate pair, as json.loads makes it of a model's text."""
+    rows = pq.read_table(folder / "questions.parquet")
+    responses = pa.array([["with canary-of-option", "canary-2f9c41d7"]] * len(rows))
+    pq.write_table(rows.append_column("responses", responses), tmp_path / "in.parquet")
+    (tmp_path / "reward.py").write_text(REVEALING)
+    done = start("eval.py", "--score-only", "--data.files", str(tmp_path / "in.parquet"), "--output",
+                 str(tmp_path / "out.parquet"), "--reward.path", str(tmp_path / "reward.py"), "--reward.kwargs",
+                 '{"api_key": "canary-of-option"}', env={"HF_TOKEN": "canary-2f9c41d7"})  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(files := outputs(tmp_path, "out.parquet")) == 3 and not [data for data in files if b"canary" in data]
+    [row] = pq.read_table(tmp_path / "out.parquet").slice(0, 1).to_pylist()
+    assert row["responses"] == ["with [api_key]", "[HF_TOKEN]"] and row["predictions"] == ["[api_key] \\ud83d"] * 2
+    assert "canary" not in done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -231,6 +254,26 @@ def test_killed_at_any_moment_and_started_again_equals_undisturbed_and_generates
     assert f"{num_finished} of 32 prompts are finished already" in done.stdout
     assert num_finished == 32 or f"generated {32 - num_finished} prompts x 4" in done.stdout
     assert outputs(folder, output) == outputs(folder, f"whole_{num_ranks}.parquet")
+
+
+KILLING = """
+import os, signal, time
+def compute_score(**_):
+    if os.environ["RANK"] == "1":
+        keeper = open(f"/proc/{os.getppid()}/stat").read()
+        os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        time.sleep(60)
+    return 1.0
+"""
+
+
+def test_a_rank_that_is_killed_is_named_by_another_in_one_line(folder, tmp_path):
+    (tmp_path / "reward.py").write_text(KILLING)
+    done = torchrun(2, *words(folder, "killed_rank.parquet"), "--reward.path", str(tmp_path / "reward.py"))
+    assert done.returncode == 1
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert line.startswith("error[1] rank 1 was killed by SIGKILL; ") and "it may have been memory" in line
+    assert str(ROOT / "lib") not in done.stderr  # no traceback
 
 
 def test_a_log_that_cannot_be_written_is_told_with_the_options_of_an_evaluation(folder):

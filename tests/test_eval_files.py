@@ -76,6 +76,13 @@ def test_a_line_cut_short_or_changed_is_generated_again_and_spoils_no_other(tmp_
         again._file.close()
 
 
+def test_a_finished_group_is_kept_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "canary-2f9c41d7")
+    parts = Parts(tmp_path / "parts", STATE, SINGLE, overwrite=False)
+    parts.add(group(0, responses=["a canary-2f9c41d7", "b"]))
+    assert parts.read()[0].responses == ["a [HF_TOKEN]", "b"]
+
+
 def test_another_evaluations_parts_are_refused_by_the_names_of_what_differs(tmp_path):
     first = Parts(tmp_path / "parts", STATE, SINGLE, overwrite=False)
     first.add(group(0))
@@ -102,9 +109,17 @@ def test_an_unfinished_evaluation_goes_on_with_the_date_of_its_prompts(tmp_path)
     assert date_of(output) == "2024-02-03T04:05:06"
     pinned = Parts(first.folder, {**STATE, "date": "2024-02-04T04:05:06"}, SINGLE, overwrite=False)  # equal prompts
     assert list(pinned.groups) == [0]
-    for damaged in ("", "[]", '{"date": 3}', '{"model": "abc"}'):
+    for damaged in ("", "[]", '{"date": 3}', '{"model": "abc"}', "[" * 100_000):
         (first.folder / "state.json").write_text(damaged)
         assert date_of(output) >= "2026"
+
+
+@pytest.mark.parametrize("damaged", ["", "7", '["a"]', "null", "[" * 100_000], ids="e7anr")
+def test_a_state_that_cannot_be_read_is_told_with_the_way_to_start_afresh(tmp_path, damaged):
+    (tmp_path / "state.json").write_text(damaged)
+    with pytest.raises(UserError, match=r"what an earlier evaluation left cannot be read; .*state.json; .*--overwrite"):
+        Parts(tmp_path, STATE, SINGLE, overwrite=False)
+    assert Parts(tmp_path, STATE, SINGLE, overwrite=True).groups == {}
 
 
 # ---- Input and output ----

@@ -375,11 +375,17 @@ def test_rows_of_a_custom_dataset_pass_the_same_checks():
     for bad, parts in [
         ([row(), row(prompt=[{"role": "human", "content": "x"}])], ["mine.py:Mine row 1", "'human'"]),
         ([row(), row(**answer(3))], ["mine.py:Mine row 1", "one type"]),
+        ([row(extra_info=None), *[row(i) for i in range(1, 7)], row(extra_info={"index": "x"})], ["row 7", "one type"]),
+        ([row(), row(extra_info={"index": 2**70})], ["row 1", "too large"]),
         ([row(), row(data_source=None)], ["row 1", "data_source"]),
         ([{"text": "x"}], ["'prompt'", "text"]),
         ([row(), row(**prompt(("user", "hi \ud83d")))], ["mine.py:Mine row 1", "'prompt'", "half of a surrogate"]),
         ([row(data_source="\udc80"), row()], ["row 0", "'data_source'", "half of a surrogate"]),
         ([row(), row() | {"\ud83d": 1}], ["row 1", "half of a surrogate"]),
+        ([row(), row() | {"tags": np.array(["\ud83d"])}], ["row 1", "'tags'", "half of a surrogate"]),
+        ([{"text": "x", "answer": "y"}], ["'prompt' and 'data_source' and 'reward_model' are missing"]),
+        ([row(), row(data_source="a\x1b[31m")], ["mine.py:Mine row 1", "'a\\x1b[31m'"]),
+        ([row(), row(data_source="a\nb")], ["mine.py:Mine row 1", "'a\\nb'"]),
         ([], ["no rows"]),
     ]:
         with pytest.raises(UserError) as caught:

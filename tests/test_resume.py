@@ -140,7 +140,12 @@ def test_an_empty_status_beside_whole_checkpoints_costs_nothing(model, run):
             "found null as collectors.0.carried.0.0.place, expected int",
         ),
         (("prompts", "curriculum"), [0, 1], "as prompts.curriculum, expected str"),
+        (("collectors", 0, "carried", 0), [], "collectors.0.carried.0, expected a list with entries"),
         (("constant_groups",), {"0": 1}, "as constant_groups, expected list"),
+        (("began_from",), ["model"], "as began_from, expected dict"),
+        (("began_from",), {"reference": 5}, "found 5 as began_from.reference, expected str"),
+        (("best",), {"metric": "a", "value": "1", "step": 2}, 'found "1" as best.value, expected int'),
+        (("reward",), 5, "found 5 as reward, expected str"),
         ((), [], "found [] as all of it, expected dict"),
     ],
 )
@@ -198,6 +203,15 @@ def test_a_dead_run_of_other_options_is_refused_naming_them(model, dead, tmp_pat
     assert not find_resume(options(model, dead, *words, "--overwrite"), SINGLE).in_place
     with pytest.raises(UserError, match=r'checkpoint.resume was "auto" and is ".*/run/global_step_2"'):
         find_resume(options(model, dead, "--checkpoint.resume", tmp_path / "copy" / "run" / "global_step_2"), SINGLE)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"checkpoint": {"resume": []}}'], ids=["deep", "list"])
+def test_a_dead_run_whose_config_or_status_cannot_be_read_does_not_begin_again(model, dead, text):
+    (dead / "config.json").write_text(text)
+    assert not find_resume(options(model, dead), SINGLE).in_place
+    (dead / "status.json").write_text(text)
+    with pytest.raises(UserError, match=r"the run folder is not empty; .*found one without a status"):
+        train(options(model, dead), init_distributed())
 
 
 def test_a_run_that_lives_or_has_finished_does_not_begin_again(model, dead, monkeypatch):
@@ -440,6 +454,16 @@ def test_the_same_path_again_goes_on_from_what_the_run_has_saved_since(model, ru
     flip(run / "global_step_2" / "trainer.json")
     with pytest.raises(DamagedCheckpoint, match="global_step_2"):  # the one that was asked for
         find_resume(config(model, "--run-dir", run, *words), world)
+
+
+def test_a_path_through_a_link_to_its_own_run_is_no_branch(model, run, tmp_path):
+    (tmp_path / "link").symlink_to(run)
+    for path, folder in ((tmp_path / "link", run), (run, tmp_path / "link")):
+        words = ("--checkpoint.resume", path / "global_step_2")
+        resume = find_resume(options(model, folder, *words), SINGLE)
+        assert (resume.path, resume.is_branch, resume.in_place) == (folder / "global_step_2", False, True)
+        with pytest.raises(UserError, match="--overwrite moves the checkpoint away"):
+            find_resume(options(model, folder, *words, "--overwrite"), SINGLE)
 
 
 def test_the_same_path_of_another_run_again_goes_on_in_the_new_folder(model, done, tmp_path):

@@ -328,7 +328,7 @@ def test_a_recipe_passes_its_own_function_by_file_and_name(tmp_path):
     recipe = write(
         tmp_path,
         """
-        from lib.scoring import RewardConfig
+        from lib.rewards import RewardConfig
 
         def my_reward(data_source, solution_str, ground_truth, extra_info):
             return len(solution_str)

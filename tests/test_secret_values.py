@@ -15,11 +15,13 @@ from lib.config.as_json import to_json
 from lib.config.flags import parse_cli
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.errors import UserError
+from lib.launch.branch import changed_options
 from lib.launch.resume import find_resume
 from lib.rewards.scoring import RewardConfig
 from lib.rewards.trial import check_reward
 from lib.secret_values import blank, equal_but_for_blanks, is_secret_name, remember, secret_variables
 from merge import MergeConfig, merge
+from tests import checkpoint_worker
 from tests.checkpoint_worker import config, train
 from tests.test_scoring import rows, score_all, write
 from tests.tiny import make_model, make_tokenizer
@@ -42,26 +44,52 @@ def test_a_name_is_secret_by_a_whole_word_of_it():
         "HF_TOKEN API_KEY api-key apiKey AWS_SECRET_ACCESS_KEY DB_PASS DB_PWD db.passwd PASSWORD SENTRY_DSN AUTH KEYS"
     )
     assert [name for name in names.split() if not is_secret_name(name)] == []
-    names = "PWD OLDPWD SSH_AUTH_SOCK GPG_KEY MONKEY KEYBOARD TOKENIZERS_PARALLELISM max_tokens COMPASS AUTHOR passes"
+    names = (
+        "PWD OLDPWD SSH_AUTH_SOCK GPG_KEY MONKEY KEYBOARD TOKENIZERS_PARALLELISM max_tokens COMPASS AUTHOR passes pwd"
+    )
     assert [name for name in names.split() if is_secret_name(name)] == []
 
 
 def test_a_short_value_or_a_path_is_no_secret(tmp_path, monkeypatch):
-    for name, value in {"A_KEY": "abc", "B_KEY": str(tmp_path), "C_KEY": CANARY, "PWD": "somewhere/else"}.items():
+    for name, value in {
+        "A_KEY": "7 signs",
+        "B_KEY": str(tmp_path),
+        "C_KEY": "8 signs!",
+        "PWD": "somewhere/else",
+    }.items():
         monkeypatch.setenv(name, value)
-    assert secret_variables() == {"C_KEY": CANARY}
+    assert secret_variables() == {"C_KEY": "8 signs!"}
 
 
 def test_a_secret_is_blanked_however_it_is_written(monkeypatch):
     monkeypatch.setenv("A_KEY", 'first line\n"second" ü')
     monkeypatch.setenv("B_KEY", "first line")  # part of the other
     value = os.environ["A_KEY"]
-    for text in (value, repr(value)[1:-1], json.dumps(value)[1:-1], " ".join(value.split()), html.escape(value)):
+    in_json = [json.dumps(value, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False)]
+    for text in (value, repr(value)[1:-1], *in_json, " ".join(value.split()), html.escape(value)):
         assert blank(f"<{text}>") == "<[A_KEY]>"
-    assert blank([{value: "first line"}, 3]) == [{"[A_KEY]": "[B_KEY]"}, 3]
+    assert blank([{value: "first line"}, (3, value)]) == [{"[A_KEY]": "[B_KEY]"}, [3, "[A_KEY]"]]
     assert blank("see postgres://me:hunter2@host/x and http://host:80/a@b") == (
         "see postgres://me:[password]@host/x and http://host:80/a@b"
     )
+
+
+def test_every_secret_of_an_option_is_blanked_also_where_several_have_one_key(monkeypatch):
+    monkeypatch.setenv("api_key", CANARY)
+    kwargs = {"first": {"api_key": "key-of-the-first"}, "second": {"api_key": "key-of-the-second"}}
+    cfg = GRPOConfig(reward=RewardConfig(kwargs=kwargs | {"keys": ("one-of-the-keys", "two-of-the-keys")}))
+    blanked = {"first": {"api_key": "[api_key]"}, "second": {"api_key": "[api_key]"}, "keys": ["[keys]", "[keys]"]}
+    assert to_json(cfg)["reward"]["kwargs"] == blanked
+    remember(cfg)
+    text = f"key-of-the-first key-of-the-second one-of-the-keys two-of-the-keys {CANARY}"
+    assert blank(text) == "[api_key] [api_key] [keys] [keys] [api_key]"
+
+
+def test_a_checkpoint_from_before_secrets_were_blanked_is_of_the_same_options():
+    cfg = GRPOConfig(reward=RewardConfig(kwargs={"api_key": ANOTHER, "level": 1}))
+    saved = to_json(cfg)
+    saved["reward"]["kwargs"] = {"api_key": CANARY, "level": 2}
+    assert changed_options(saved, cfg) == {"reward.kwargs.level": (2, 1)}
 
 
 @pytest.mark.parametrize(
@@ -96,23 +124,32 @@ def test_a_run_a_resume_and_a_merge_keep_a_secret_of_the_environment_and_of_an_o
     model = make_model(tmp_path / "model")
     make_tokenizer(model)
     monkeypatch.setenv("PWD", os.getcwd())
-    monkeypatch.setenv("HF_TOKEN", CANARY)
     monkeypatch.setenv("JUDGE_PASSWORD", "of-the-judge")
     monkeypatch.chdir(tmp_path)
+    reward = checkpoint_worker.REWARD
+
+    def reveal(secret):
+        monkeypatch.setenv("HF_TOKEN", secret)
+        monkeypatch.setattr(checkpoint_worker, "REWARD", f"{reward} of {secret}")
+        monkeypatch.setattr(checkpoint_worker, "EXTRAS", {"acc": 0.1, "note": f"with {secret}"})
 
     def options(num_steps, secret, *words):
         kwargs = {"judge": {"api_key": secret, "url": "https://me:of-the-judge@host"}, "n": 3, "key": "acc"}
         words = ("--reward.kwargs", json.dumps(kwargs), "--tracking.name", f"of {os.environ['HF_TOKEN']}", *words)
         return config(model, "--run-dir", "run", "--num-steps", num_steps, "--checkpoint.every", 1, *words)
 
+    reveal(CANARY)
     cfg = remember(options(1, "key-" + CANARY))
     assert cfg.reward.kwargs["judge"]["api_key"] == "key-" + CANARY
     train(cfg, init_distributed())
-    saved = json.loads((tmp_path / "run" / "global_step_1" / "trainer.json").read_text())["config"]
+    trainer = json.loads((tmp_path / "run" / "global_step_1" / "trainer.json").read_text())
+    assert trainer["collectors"][0]["carried"][0][0]["score"]["extras"]["note"] == "with [HF_TOKEN]"
+    assert trainer["reward"].endswith(" of [HF_TOKEN]")
+    saved = trainer["config"]
     judge = {"api_key": "[api_key]", "url": "https://me:[password]@host"}
     assert saved["reward"]["kwargs"] == {"judge": judge, "n": 3, "key": "acc"}
     assert saved["tracking"]["name"] == "of [HF_TOKEN]"
-    monkeypatch.setenv("HF_TOKEN", ANOTHER)
+    reveal(ANOTHER)
     again = remember(options(2, "key-" + ANOTHER))
     assert set(train(again, init_distributed())["losses"]) == {2}
     assert again.reward.kwargs["judge"]["api_key"] == "key-" + ANOTHER
@@ -132,11 +169,14 @@ def test_a_run_a_resume_and_a_merge_keep_a_secret_of_the_environment_and_of_an_o
 def test_a_blanked_value_is_equal_to_whatever_stands_there_now():
     assert equal_but_for_blanks("[api_key]", "anything") and equal_but_for_blanks("a [HF_TOKEN] b", "a x\ny b")
     assert equal_but_for_blanks(["a", "[api_key]"], ["a", "b"]) and equal_but_for_blanks({"a": 1}, {"a": 1})
+    assert equal_but_for_blanks([{"url": "https://me:[password]@host"}], [{"url": "https://me:hunter2@host"}])
     for saved, value in (
         ("[api_key]", None),
         ("[best]", "x"),
         ("a [HF_TOKEN] b", "a x c"),
         (["a"], ["a", "b"]),
+        ([{"a": "[api_key]"}], [{"a": "x", "b": "y"}]),
+        ([{"a": "x"}], [{"a": "y"}]),
         (1, 2),
     ):
         assert not equal_but_for_blanks(saved, value)
@@ -147,6 +187,12 @@ def test_an_error_line_shows_no_secret(monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", CANARY)
     for words in (
         ["--reward.kwargs", f"{{'api_key': '{ANOTHER}'}}"],  # not JSON
+        ["--reward.kwargs", f"{{api_key:{ANOTHER}}}"],  # as a shell passes {"api_key":"..."} on
+        ["--reward.kwargs", "{api_key:", f"{ANOTHER}}}"],
+        [f'--reward.kwargs=["{ANOTHER}"]'],
+        ["--reward.kwargs", f'{{"api_key": "{ANOTHER}}}'],
+        [f"reward.api_key={ANOTHER}"],
+        ["--reward.kwargs", f'{{"api_key": "{ANOTHER}", "data_source": "none of its names"}}'],
         ["--rollout.n", CANARY],
         ["--model.path", f"https://me:{ANOTHER}@host/model", "--no-such", CANARY, "--reward.num-workers", "x"],
     ):
@@ -154,6 +200,8 @@ def test_an_error_line_shows_no_secret(monkeypatch, capfd):
             parse_cli(GRPOConfig(), words)
         line = capfd.readouterr().err
         assert line.startswith("error[2] ") and CANARY not in line and ANOTHER not in line, line
+    parse_cli(GRPOConfig(), ["--reward.kwargs", f'{{"api_key": "{ANOTHER}"}}'])  # from now on it is known
+    assert blank(f"with {ANOTHER}") == "with [api_key]"
 
 
 REVEAL = """

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lib.algorithms.losses import MAX_LOG_RATIO, GPGLoss, PolicyLoss
-from lib.config.flags import JsonObject
+from lib.config.values import JsonObject
 from lib.errors import UserError, check_fields
 from lib.ops import masked_mean, masked_sum
 from lib.tracking.metrics import Metrics

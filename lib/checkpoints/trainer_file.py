@@ -14,16 +14,18 @@ RESPONSE = {
     "num_stale": int, "num_continued": int, "greedy_score": (*NUMBER, None),
 }  # fmt: skip
 SHAPE = {
-    "step": int, "num_steps": int, "config": dict, "best": dict, "versions": dict, "constant_groups": [NUMBER],
+    "step": int, "num_steps": int, "config": dict, "versions": dict, "constant_groups": [NUMBER], "reward?": str,
+    "best": {"metric?": str, "value?": NUMBER, "step?": int}, "began_from?": {"model?": str, "reference?": str},
     "prompts": {"epoch": int, "place": int, "rows": int, "fingerprint": str, "seed": int, "shuffle": bool,
                 "curriculum?": str},
     "kl_controller": {"coef": NUMBER},
     "collectors": [
-        {"replica": int, "share_kept": NUMBER, "carried": [[RESPONSE]], "unfinished": [RESPONSE],
-         "open_groups": [[RESPONSE]]}
+        {"replica": int, "share_kept": NUMBER, "carried": [[RESPONSE, ...]], "unfinished": [RESPONSE],
+         "open_groups": [[RESPONSE, ...]]}
     ],
 }  # fmt: skip
-"""A type; None; a tuple of alternatives; a list of one kind of entry; the keys that an object must have, or (?) may."""
+"""A type; None; a tuple of alternatives; a list of one kind of entry (...: and not empty); the keys that an object must
+have, or (?) may."""
 
 
 def read_trainer(checkpoint: Path) -> dict[str, Any]:
@@ -54,11 +56,12 @@ def _mismatch(value: Any, shape: Any, place: str) -> str | None:
             return f"found no {place}{missing[0]}"
         found = {name.rstrip("?"): inner for name, inner in shape.items()}
         inside = ((value[name], inner, f"{place}{name}.") for name, inner in found.items() if name in value)
-    elif isinstance(shape, list) and isinstance(value, list):
+    elif isinstance(shape, list) and isinstance(value, list) and (value or ... not in shape):
         inside = ((entry, shape[0], f"{place}{number}.") for number, entry in enumerate(value))
     elif value is None if shape is None else isinstance(shape, type) and type(value) is shape:
         return None
     else:
         kind = shape.__name__ if isinstance(shape, type) else "null" if shape is None else type(shape).__name__
+        kind = "a list with entries" if value == [] and kind == "list" else kind
         return f"found {json.dumps(value)[:60]} as {place.rstrip('.') or 'all of it'}, expected {kind}"
     return next((problem for problem in (_mismatch(*each) for each in inside) if problem), None)

@@ -5,7 +5,7 @@ from lib.rooms import exports
 __all__, __getattr__ = exports(
     __name__,
     as_json="config_hash to_json",
-    flags="JsonObject REQUIRED parse_args parse_cli plug_in",
+    flags="REQUIRED parse_args parse_cli plug_in",
     reporting="reporting_errors",
-    values="resolve_path",
+    values="JsonObject resolve_path",
 )

@@ -9,45 +9,24 @@ that a recipe gets wrong at import ends alike. An option given twice takes its l
 import copy
 import dataclasses
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
 from lib.config.reporting import is_first_rank, reporting_errors
 from lib.config.words import complete_booleans, nearest_word, normal, refuse_unknown, values_of, wants_debug
 from lib.errors import UserError
-from lib.secret_values import remember
+from lib.secret_values import no_json_in_words, remember
 
 T = TypeVar("T")
 
 
 REQUIRED: Any = tyro.MISSING
 """Default of a field that the command line or a recipe must set: `path: str = REQUIRED`."""
-
-
-def _read_json_object(words: list[str]) -> dict[str, Any]:
-    value = json.loads(words[0])
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
-    return value
-
-
-JsonObject = Annotated[
-    dict[str, Any],
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=_read_json_object,
-        is_instance=lambda value: isinstance(value, dict),
-        str_from_instance=lambda value: [json.dumps(value)],
-    ),
-]
-"""Type of a field written as JSON on the command line: `--data.chat-template-kwargs '{"enable_thinking": false}'`."""
 
 
 def plug_in(table: Mapping[str, Callable[[], Any]], name: str) -> Any:
@@ -168,9 +147,9 @@ def _explain(event: Any, argv: list[str], errors: Any) -> str:
         words = " ".join(event.tokens)
         return f"{words!r} belongs to no option; command line; expected --option value; quote values that hold spaces"
     assert isinstance(event, errors.InstantiationFailure | errors.BadValue | errors.InvalidChoice), event
-    argument = event.argument
-    name = argument.display_name()
-    found = " ".join(values_of(name, argv)) or "no value"
+    argument, name = event.argument, event.argument.display_name()
+    shown = no_json_in_words if argument.lowered.metavar == "JSON" else str
+    found = shown(" ".join(values_of(name, argv))) or "no value"
     if isinstance(event, errors.InvalidChoice):
         expected = "one of " + ", ".join(event.choices)
         nearest = nearest_word(event.value, event.choices)

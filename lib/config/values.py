@@ -1,13 +1,36 @@
-"""What options hold: paths that are looked at, and numbers that a message proposes."""
+"""What options hold: JSON, paths that are looked at, and numbers that a message proposes."""
 
+import json
 import math
 import os
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from lib.errors import UserError
+
+
+def _read_json_object(words: list[str]) -> dict[str, Any]:
+    value = json.loads(words[0])
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return value
+
+
+JsonObject = Annotated[
+    dict[str, Any],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=_read_json_object,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+"""Type of a field written as JSON on the command line: `--data.chat-template-kwargs '{"enable_thinking": false}'`."""
 
 
 def resolve_path(path: str, option: str) -> Path:

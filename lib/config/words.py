@@ -7,8 +7,10 @@ import types
 from collections.abc import Iterable, Sequence
 from typing import Any, Union, get_args, get_origin
 
+from lib.config.values import JsonObject
 from lib.config.verl_keys import NO_CRITIC, SYNONYMS, VERL_KEYS, verl_hint
 from lib.errors import UserError
+from lib.secret_values import is_secret_name
 
 MIN_LIKENESS = 0.6  # difflib's own; below it a "nearest" option is a guess, and may be a harmful one such as --force
 OPTION_OF_ONE_DASH = r"(?i)-(?!(inf|infinity|nan)$)[a-z]"  # tyro takes it neither for an option nor for a value
@@ -17,12 +19,12 @@ OPTION_OF_ONE_DASH = r"(?i)-(?!(inf|infinity|nan)$)[a-z]"  # tyro takes it neith
 def refuse_unknown(argv: list[str], options: dict[str, Any], known: list[str]) -> None:
     """Raises UserError that names every word that is no option of ours and no value: typing errors, verl's words."""
     problems, rest = [], []
-    room, empty = 0.0, ""  # how many values the last option still takes; its name while it has none and wants one
+    room, empty, in_json = 0.0, "", False  # values the last option still takes; its name while it wants one; its kind
     for word in argv:
         name, equals, _ = word.partition("=")
         if (option := normal(name)) in options:
             room = _most_values(options[option]) - bool(equals)
-            empty = "" if equals or is_boolean(options[option]) else option
+            empty, in_json = "" if equals or is_boolean(options[option]) else option, options[option] == JsonObject
             continue
         dashes = "--" if word.startswith("--") else "-" if re.match(OPTION_OF_ONE_DASH, word) else ""
         hint = _hint(word, known)
@@ -36,7 +38,7 @@ def refuse_unknown(argv: list[str], options: dict[str, Any], known: list[str]) -
         if hint is not None:
             problems.append(f"{name}: {hint}")
         elif room < 1:
-            rest.append(word)
+            rest.append("..." if in_json else f"{name}=..." if equals and is_secret_name(name) else word)
         else:
             room -= 1
         room, empty = math.inf if dashes and not equals else room, ""  # an unknown option may take any number of values

@@ -236,15 +236,16 @@ def rows_from_dicts(dicts: list[dict], source: str, *, prompt_key: str = "prompt
     try:
         batch = pa.RecordBatch.from_struct_array(pa.array(dicts))
     except UnicodeEncodeError:
-        row, name, value = next(cell for cell in _cells(dicts) if not is_unicode(dict([cell[1:]])))
+        row = _first_misfit(dicts)
+        name, value = next(cell for cell in dicts[row].items() if not _converts([dict([cell])]))
         raise UserError(
             f"text that is not Unicode; {source} row {row} column {name!r}; found half of a surrogate pair in "
             f"{short(value)}, expected whole characters; mend the text (text.encode(errors='replace').decode())"
         ) from None
     except (pa.ArrowException, OverflowError) as error:
-        row = next(row for row in range(len(dicts)) if not _converts([dicts[0], dicts[row]]))
         raise UserError(
-            f"a row does not fit the others; {source} row {row}; {short(error)}; give each field one type in all rows"
+            f"a row does not fit the others; {source} row {_first_misfit(dicts)}; {short(error)}; give each field one "
+            "type in all rows"
         ) from error
     check_schema(batch.schema, prompt_key, source)
     wanted = [name for name in _schema_columns(prompt_key) if name in batch.schema.names]
@@ -254,8 +255,9 @@ def rows_from_dicts(dicts: list[dict], source: str, *, prompt_key: str = "prompt
     return rows
 
 
-def _cells(dicts: list[dict]) -> Iterator[tuple[int, str, object]]:
-    return ((row, name, value) for row, cells in enumerate(dicts) for name, value in cells.items())
+def _first_misfit(dicts: list[dict]) -> int:
+    """The first row that cannot stand behind those before it: a null there says nothing of a field's type."""
+    return bisect_left(range(1, len(dicts)), True, key=lambda count: not _converts(dicts[:count]))
 
 
 def is_unicode(value: object) -> bool:
@@ -272,7 +274,7 @@ def _converts(dicts: list[dict]) -> bool:
 
     try:
         pa.array(dicts)
-    except (pa.ArrowException, OverflowError):
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):
         return False
     return True
 

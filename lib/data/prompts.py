@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from lib.config.flags import JsonObject
+from lib.config.values import JsonObject
 from lib.data.chat_template import CannotSplit, ChatTemplate, ControlTokens, first_line, template_line
 from lib.data.custom_dataset import check_dataset_class, custom_rows
 from lib.data.parquet import Rows, answer_kinds, check_answer_kinds, count_overlap, is_unicode, read_rows, resolve_file

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lib.config.flags import JsonObject
-from lib.config.values import resolve_path
+from lib.config.values import JsonObject, resolve_path
 from lib.data.chat_template import ControlTokens, first_date
 from lib.data.parquet import Rows, read_rows, resolve_file
 from lib.data.prompts import DataConfig
@@ -249,10 +248,10 @@ def _check_state(folder: Path, state: dict[str, Any], *, overwrite: bool) -> boo
     if folder.exists() and not folder.is_dir():
         raise UserError(f"a file is in the way; {folder}; expected a folder or nothing; choose another --output")
     try:
-        found = json.loads((folder / "state.json").read_text())
+        found = dict(json.loads((folder / "state.json").read_text()))
     except FileNotFoundError:
         return False
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         if overwrite:
             return False
         raise UserError(
@@ -370,7 +369,7 @@ def date_of(output: str) -> str:
     try:
         state = json.loads((parts_folder(resolve_path(output, "--output")) / "state.json").read_text())
         return first_date(state["date"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return first_date()
 
 

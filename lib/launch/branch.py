@@ -46,7 +46,12 @@ def changed_options(
     free = MAY_DIFFER if data_may_move else tuple(name for name in MAY_DIFFER if name not in DATA_MAY_MOVE)
     names = (name for name in dict.fromkeys((*there, *here)) if not _is_one(name, free))
     pairs = {name: (there.get(name), here.get(name)) for name in names}
-    return {name: pair for name, pair in pairs.items() if not equal_but_for_blanks(*pair)}
+    return {
+        name: (there, here)
+        for name, (there, here) in pairs.items()
+        # The other way round too: an older checkpoint has the values of secret keys, which are blanked here.
+        if not (equal_but_for_blanks(there, here) or equal_but_for_blanks(here, there))
+    }
 
 
 def in_words(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:

@@ -201,6 +201,8 @@ def _look(cfg: TrainConfig) -> tuple[list[Found], bool, str | None]:
     if mode in ("auto", "never"):
         return found, again and not moves_aside, status.get("state")
     path = _asked_for(mode)
+    if folder is not None and folder.is_dir() and path.parent.samefile(folder):  # by whatever links
+        path = folder / path.name
     if moves_aside and path.parent == folder:
         raise UserError(
             f"--overwrite moves the checkpoint away; --checkpoint.resume {mode}; found it in --run-dir "
@@ -254,10 +256,9 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
     """RUN's config.json; None where it cannot be read."""
     try:
         saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        saved["checkpoint"]["resume"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return saved if isinstance(saved["checkpoint"]["resume"], str) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return saved
 
 
 def _folder(path: str) -> Path | None:

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from lib.config.flags import JsonObject
+from lib.config.values import JsonObject
 from lib.data.parquet import resolve_file
 from lib.dist import World
 from lib.errors import RewardError, Stopped, UserError, check_fields

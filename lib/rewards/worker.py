@@ -293,7 +293,8 @@ def read_result(value: Any) -> tuple[float | None, dict[str, float | str | bool]
     """(score, extras) from what a reward function returned: a number, None (declined), or a dict with key `score`.
 
     Numbers are Python's, numpy's or torch's, of one element. Extras that are neither finite numbers, bools nor strings
-    are left out; keys become printable and short. Raises TypeError or ValueError for anything else.
+    are left out; keys become printable and short; halves of surrogate pairs, which no file holds, become escapes.
+    Raises TypeError or ValueError for anything else.
     """
     if not isinstance(value, dict):
         return _read_number(value), {}
@@ -308,7 +309,7 @@ def read_result(value: Any) -> tuple[float | None, dict[str, float | str | bool]
         if isinstance(entry, bool):
             extras[name] = entry
         elif isinstance(entry, str):
-            extras[name] = str(entry)[:MAX_TEXT]
+            extras[name] = str(entry)[:MAX_TEXT].encode(errors="backslashreplace").decode()
         elif entry is not None:
             with suppress(TypeError, ValueError):
                 extras[name] = _read_number(entry)

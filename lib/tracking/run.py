@@ -434,7 +434,7 @@ def _start_wandb(cfg: TrackingConfig, run_dir: Path, config: Mapping[str, Any], 
     name = cfg.name or run_dir.name
     try:
         return wandb.init(
-            project=cfg.wandb_project, name=name, id=run_id, resume="allow", dir=str(run_dir),
+            project=cfg.wandb_project, name=blank(name), id=run_id, resume="allow", dir=str(run_dir),
             config=plain(config), settings=settings,
         )  # fmt: skip
     except wandb.Error as error:

@@ -157,7 +157,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     """status.json of a run folder: state, step, resumable, error, run_id, launch_id, date; empty where it is none."""
     try:
         status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return status if isinstance(status, dict) else {}
 
@@ -269,7 +269,7 @@ def _rows(run_dir: Path, unwritten: bytes = b"") -> list[dict[str, Any]]:
             if line.strip():
                 row = json.loads(line)
                 rows.append({**row, "step": row["step"] + 0})  # a number
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             raise UserError(
                 f"a line of the run's metrics is damaged; {path}; found {line[:40].decode(errors='replace')!r} in line "
                 f'{number}, expected {{"step": NUMBER, ...}}; remove the line, or move the file away'
