@@ -130,7 +130,9 @@ def evaluate_model(cfg: EvalScriptConfig) -> None:
 
     with ExitStack() as stack:
         world.agree(lambda: stack.enter_context(only_writer(output)) if world.rank == 0 else None)
-        world.agree(lambda: check_output(cfg.output, cfg.data.files, overwrite=cfg.overwrite))  # nobody writes it now
+        world.agree(
+            lambda: check_output(cfg.output, cfg.data.files, overwrite=cfg.overwrite)
+        )  # no other process writes it now
         if not cfg.score_only:
             parts = Parts(parts_folder(output), state, world, overwrite=cfg.overwrite)
             groups, logs, log = parts.groups, parts.folder / "logs", parts.log

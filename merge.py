@@ -164,7 +164,7 @@ def compare(target: Path, other: Path, ignored: frozenset[str]) -> None:
 
 
 def check_upload(repository: str) -> None:
-    """Raises UserError for a name that is none, without a token, or without a network: before anything is merged."""
+    """Raises UserError for a name other than USER/NAME, without a token or a network: before anything is merged."""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 

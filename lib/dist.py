@@ -133,10 +133,12 @@ def init_distributed() -> World:
     """
     if not any(name in os.environ for name in LAUNCH_VARIABLES):
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = "0"  # which nobody listens at
+        os.environ["MASTER_PORT"] = "0"  # at which no process listens
     rank, size, local_rank = _read_launch_environment()
     settle_elementwise()
-    if ATTEMPT in os.environ and sys.platform == "linux":  # where torchrun is killed, nobody else would end its ranks
+    if (
+        ATTEMPT in os.environ and sys.platform == "linux"
+    ):  # where torchrun is killed, no other process would end its ranks
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters in its warnings is an error of ours
     if torch.cuda.is_available():
@@ -223,7 +225,7 @@ def _join(rank: int, size: int, *, backend: str, device: torch.device | None) ->
             store = _torchruns_store(rank, size, address, port)
         elif size > 1:
             store = _store_of_ranks(rank, size, address, port)
-        else:  # nobody to meet: nothing listens on the network
+        else:  # no rank to meet: nothing listens on the network
             store = torch_dist.HashStore()
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -55,7 +55,7 @@ class WeightSyncError(LockstepError):
 
 
 class RankKilled(LockstepError):
-    """A signal has killed another rank; whoever raises it has told so. Exit code 1: nobody knows whose fault it is."""
+    """A signal has killed another rank; the rank that raises it has told so. Exit code 1: the cause is not known."""
 
 
 class Stopped(Exception):

@@ -1,6 +1,6 @@
 """The other ranks' processes on this node: which of them a signal has killed.
 
-A killed process tells nobody, and its peers only see a connection that has closed. The kernel tells whoever has its
+A killed process says nothing, and its peers only see a connection that has closed. The kernel tells whoever has its
 descriptor at once, and its exit status until torchrun, some tenths of a second later, asks for that itself.
 """
 
@@ -49,7 +49,7 @@ class Peers:
             self.ended[rank] = _exit_code(pid)
 
     def killed(self) -> dict[int, int | None]:
-        """{rank: signal} of those that a signal has killed. None: it has ended, and nobody knows how."""
+        """{rank: signal} of those that a signal has killed. None: it has ended, and how is not known."""
         return {rank: code and -code for rank, code in list(self.ended.items()) if code is None or code < 0}
 
 

@@ -83,7 +83,7 @@ def _walk(value: Any, secret: str | None, change: Any) -> Any:
 
 
 def _can_be_secret(value: str) -> bool:
-    """A path is none: the secret is in its file. Shorter values would blank ordinary words."""
+    """A path is no secret: what its file holds is. Shorter values would blank ordinary words."""
     return len(value) >= MIN_LEN and not os.path.exists(value)
 
 

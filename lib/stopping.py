@@ -5,7 +5,7 @@ signals' numbers (`signal.set_wakeup_fd`) and passes the request on to all ranks
 store where they met. It only takes note: what runs long asks `Stopper.requested` and breaks off, and where all ranks
 come together `Stopper.agreed` gives all of them the same answer.
 
-The thread also sees which other ranks of its node a signal has killed, since these can tell nobody: SIGKILL is what the
+The thread also sees which other ranks of its node a signal has killed, since these cannot tell: SIGKILL is what the
 system sends where memory is short.
 
 SIGUSR1, which schedulers send some time before they end a job, stops as SIGTERM does, but the exit code is 0.
@@ -263,7 +263,7 @@ def _take_note(number: int, frame: Any) -> None:
 
 
 def _now_s() -> float:
-    """Seconds on a clock that nobody sets, and by which the system notes when a process starts."""
+    """Seconds on a clock that is never set, and by which the system notes when a process starts."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

@@ -33,7 +33,7 @@ def reporting_errors(*, debug: bool = False) -> Iterator[None]:
 
     try:
         yield
-    except RankKilled as error:  # it is told; nobody waits for a rank that cannot come
+    except RankKilled as error:  # it is told; no rank waits for one that cannot come
         raise SystemExit(error.code) from error
     except LockstepError as error:
         if debug:
@@ -41,7 +41,7 @@ def reporting_errors(*, debug: bool = False) -> Iterator[None]:
         told = is_first_rank() or (isinstance(error, LaunchError) and not _under_torchrun())
         if told:
             tell(error_line(error))
-        if not _leave_together() and not told:  # this rank failed alone: nobody else will say why
+        if not _leave_together() and not told:  # this rank failed alone: no other will say why
             tell(error_line(error))
         raise SystemExit(error.code) from error
     except Stopped as error:  # all ranks raise it together, and the run has said why

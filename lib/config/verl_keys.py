@@ -18,7 +18,9 @@ SLEEP = "training only; default: only where an update needs the memory (verl: al
 ROLLOUT_LEN = "not needed: the engine's length is --data.max-prompt-len + --rollout.max-response-len"
 
 SWITCH = "above 0 for True; for False leave it out: the default is 0"
-NO_CRITIC = "leave it out, or start train_ppo.py or a recipe of it: it is an option of PPO's critic, and here is none"
+NO_CRITIC = (
+    "leave it out, or start train_ppo.py or a recipe of it: it is an option of PPO's critic, which this script has not"
+)
 
 ROLLOUT = "actor_rollout_ref.rollout."
 ACTOR = "actor_rollout_ref.actor."

@@ -75,7 +75,7 @@ class Curriculum:
         return "".join(map(str, self.pools.tolist()))
 
     def restore(self, state: str) -> None:
-        """Goes on from a `state` of as many prompts, as a step begins. Raises DamagedCheckpoint when it is none."""
+        """Goes on from a `state` of as many prompts, as a step begins. Raises DamagedCheckpoint for anything else."""
         if len(state) != len(self.pools) or not set(state) <= set("0123"):
             raise DamagedCheckpoint(
                 f"the curriculum's pools are not what a run writes; trainer.json; found {len(state)} characters, "

@@ -1,7 +1,7 @@
 """Samples a token from every row of logits and reports its log-prob, in one pass over the logits: two Triton kernels.
 
 vLLM reads them four times: to sample, with a block of Philox's four random numbers for every token of which it uses
-one, twice for the log-prob, and for a rank that nobody reads. At 512 sequences and a vocabulary of 152,000 that is 7 %
+one, twice for the log-prob, and for a rank that is never read. At 512 sequences and a vocabulary of 152,000 that is 7 %
 of a decode step of a 1.7B.
 
 Philox runs 7 rounds, the fewest that pass every test of BigCrush (Salmon et al. 2011, table 2), not 10.

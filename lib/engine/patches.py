@@ -52,7 +52,7 @@ class TokenIds(list):
     def __contains__(self, token_id: object) -> bool:
         return token_id in self.as_set
 
-    def __deepcopy__(self, memo: Any) -> "TokenIds":  # for every request; nobody changes it
+    def __deepcopy__(self, memo: Any) -> "TokenIds":  # for every request; it never changes
         return self
 
 

@@ -136,7 +136,7 @@ def load_engine_(engine: RolloutEngine, model: EvalModel, world: World) -> int:
     """Writes the model into the engine; gives the number of engine parameters, none of which keeps a number it had.
 
     Every parameter is NaN before, and finite after: the engine started with random weights, and one that was left so
-    would be seen by nobody. Executed by all ranks; raises WeightSyncError on all of them.
+    would stay unseen. Executed by all ranks; raises WeightSyncError on all of them.
     """
 
     @torch.no_grad()

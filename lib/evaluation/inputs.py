@@ -182,7 +182,7 @@ class Parts:
         world.agree(lambda: _start(folder, text, keep=is_same) if world.rank == 0 else None)
         self._file = world.agree(self._open)  # the ranks have met: rank 0 is done
         self.groups = world.agree(self.read)
-        world.gather(None)  # nobody adds before all have read
+        world.gather(None)  # no rank adds before all have read
 
     def _open(self) -> Any:
         try:
@@ -300,7 +300,7 @@ def _locked(path: Path) -> Any:
 
 
 def _clear(folder: Path) -> None:
-    """Removes what an evaluation writes, its state first: half a folder is nobody's."""
+    """Removes what an evaluation writes, its state first: half a folder is then no evaluation's."""
     for path in (folder / "state.json", *folder.glob("rank_*.jsonl"), *folder.glob("logs/*.log")):
         path.unlink(missing_ok=True)
     for path in (folder / "logs", folder):

@@ -62,7 +62,8 @@ class Resume:
         return None if not self.in_place else self.step if self.trainer else -1
 
     def check_steps(self, num_steps: int) -> None:
-        """Raises UserError when the checkpoint leaves nothing to train; an end that was cut short is made up for."""
+        """Raises UserError when the checkpoint leaves nothing to train. A run that died between its last step and its
+        end may still end."""
         cut_short = self.in_place and not self.finished
         if self.trainer and (self.step > num_steps or (self.step == num_steps and not cut_short)):
             raise UserError(
@@ -135,8 +136,9 @@ class Resume:
 def find_resume(cfg: TrainConfig, world: World) -> Resume:
     """What this run begins with. Reads every byte of the checkpoint, shared among the ranks, to prove it whole.
 
-    Raises UserError when a run that is to go on had other options that matter, or a --checkpoint.resume PATH is none;
-    DamagedCheckpoint for a damaged PATH, and when no checkpoint of RUN is whole. Executed by all ranks together.
+    Raises UserError when a run that is to go on had other options that matter, or a --checkpoint.resume PATH is no
+    checkpoint; DamagedCheckpoint for a damaged PATH, and when no checkpoint of RUN is whole. Executed by all ranks
+    together.
     """
     candidates, again, state = world.on_rank_0(lambda: _look(cfg))
     found, trainer, notes = _first_whole(candidates, cfg, world)
@@ -264,7 +266,7 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
 def _folder(path: str) -> Path | None:
     try:
         return Path(os.path.abspath(Path(path).expanduser()))
-    except (RuntimeError, ValueError):  # ~name of nobody; a null byte; whoever makes the folder says so
+    except (RuntimeError, ValueError):  # ~NAME of no user; a null byte; what makes the folder says so
         return None
 
 

@@ -280,7 +280,7 @@ def _pad(pieces: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _masked_row(batch: Batch) -> Batch:
-    """One row of a prompt token and a response token that nobody chose, with the tensors that `batch` has."""
+    """One row of a prompt token and a response token that no policy chose, with the tensors that `batch` has."""
     width = {"input_ids": 2}
     blank = {
         name: None if tensor is None else tensor.new_zeros(1 if tensor.dim() == 1 else (1, width.get(name, 1)))

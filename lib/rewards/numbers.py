@@ -8,7 +8,7 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)", re.ASCII)
 
 
 def read_number(value: Any) -> Decimal | None:
-    """72, 72.0, "72." and " 1,200" -> the number, exactly; None for what is none: null, NaN, True, other text."""
+    """72, 72.0, "72." and " 1,200" -> the number, exactly; None for null, NaN, True and text that is no number."""
     text = format(Decimal(repr(value)), "f") if isinstance(value, float) else str(value).strip().replace(",", "")
     return Decimal(text) if NUMBER.fullmatch(text) else None
 

@@ -239,7 +239,7 @@ class Scorer:
         self._thread.join()
 
     def _wake(self) -> None:
-        with suppress(OSError):  # full: it wakes anyway; closed: nobody to wake
+        with suppress(OSError):  # full: it wakes anyway; closed: no worker to wake
             self._alarm.send(b"\0")
 
     # What follows runs in the scorer's thread, which alone touches the workers.

@@ -29,13 +29,13 @@ CODE_ENTRIES = ("auto_map", "custom_pipelines")
 
 
 def check_beside_weights(folder: Path) -> list[str]:
-    """The entries of a model folder's configs that name code, in words: nobody runs it, and no checkpoint repeats it.
+    """The entries of a model folder's configs that name code, in words: it is never run, and no checkpoint repeats it.
 
     Raises UserError for what would be read without end, for JSON that cannot be read (vocabularies are left to others),
     and for a link out of the folder; into the blobs of the hub's cache it may lead.
     """
     for entry in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):
-        with suppress(OSError):  # what is not there, nobody reads
+        with suppress(OSError):  # what is not there is not read
             if not entry.is_dir():
                 check_regular(entry)
     real = folder.resolve()

@@ -274,7 +274,7 @@ def check(folder: Path, *, below: tuple[str, ...] = ("",)) -> Manifest:
     `below`: only the files whose names begin so, the others may be missing.
 
     A file that the manifest does not list is an error wherever listed ones lie, since model and tokenizer folders are
-    read whole; notes at the top, or a folder of its own, are nobody's business. Raises DamagedCheckpoint naming file
+    read whole; notes at the top, or a folder of its own, are passed over. Raises DamagedCheckpoint naming file
     and reason, UserError when there is no such folder or no permission.
     """
     with disk_errors(folder):

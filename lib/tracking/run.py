@@ -270,7 +270,7 @@ class Run:
         self._lock = lock_folder(self.dir)
 
     def _start(self, config: Mapping[str, Any], last_row: int | None) -> None:
-        self._write_status()  # first, since a folder without it is nobody's run
+        self._write_status()  # first: without it the folder would belong to no run
         (self.dir / ROOM).write_bytes(os.urandom(ROOM_BYTES))  # zeros might take no room
         for name in ("samples", "rollouts", "tensorboard"):
             (self.dir / name).mkdir(exist_ok=True)

@@ -97,7 +97,7 @@ def has_ended(folder: Path) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # once more: only without locks this fails
             return True
         except OSError:
-            return read_status(folder).get("state") in ("stopped", "failed")  # else nobody knows
+            return read_status(folder).get("state") in ("stopped", "failed")  # else it is not known
         finally:
             os.close(descriptor)
 
@@ -111,7 +111,7 @@ def check_folder(run_dir: str | Path, *, overwrite: bool, goes_on: bool, needed_
         if re.search("[\ud800-\udfff]", str(folder)):
             raise ValueError("its name has bytes that are not UTF-8, and logs could not name it")
         existing = next(path for path in (folder, *folder.parents) if path.exists())
-    except (RuntimeError, ValueError) as error:  # ~name of nobody; a null byte
+    except (RuntimeError, ValueError) as error:  # ~NAME of no user; a null byte
         raise UserError(
             f"not a usable path; --run-dir {run_dir}; {error}; name a folder to make, such as runs/first"
         ) from None
@@ -154,7 +154,7 @@ def _check_way(folder: Path, *, overwrite: bool) -> None:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """status.json of a run folder: state, step, resumable, error, run_id, launch_id, date; empty where it is none."""
+    """status.json of a run folder: state, step, resumable, error, run_id, launch_id, date; empty without one."""
     try:
         status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
