@@ -13,6 +13,8 @@ GPUS := $(if $(HAS_GPU),$(shell nvidia-smi --list-gpus 2>/dev/null | \
     if (all && count > all) count = all; if (count > 1 && (sliced || seen ~ /MIG/)) count = 1; print count + 0 }'))
 # The quickstart's ranks: 2, or 1 on a machine with a single GPU.
 RANKS ?= $(if $(filter 1,$(GPUS)),1,2)
+# Two test files at a time: a machine with 2 cores is idle half of the time while ranks start.
+TWO_FILES := -n 2 --dist loadfile
 REQUIREMENTS := $(if $(HAS_GPU),requirements.txt,requirements-cpu.txt)
 
 ifeq ($(origin PYTHON),command line)
@@ -48,10 +50,10 @@ quickstart: $(SETUP)  ## train a tiny model with GRPO until its accuracy rises (
 	@echo "  $(PY) -m torch.distributed.run --nproc_per_node=$(RANKS) train_grpo.py --help"
 
 test: $(SETUP)  ## the test suite, at most 20 minutes on 2 cores
-	$(PY) -m pytest -q -m "not slow and not gpu"
+	$(PY) -m pytest -q $(TWO_FILES) -m "not slow and not gpu"
 
 test-slow: $(SETUP)  ## the tests that take longer
-	$(PY) -m pytest -q -m "slow and not gpu"
+	$(PY) -m pytest -q $(TWO_FILES) -m "slow and not gpu"
 
 lint: $(SETUP)  ## formatting and static checks
 	$(PY) -m ruff format --check .
