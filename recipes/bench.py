@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any
+from unittest.mock import Literal, patch
 
 import torch
 
@@ -31,6 +32,7 @@ from lib.data import DataConfig, write_rows
 from lib.dist import World, init_distributed
 from lib.engine import RolloutConfig, RolloutEngine, Sampling
 from lib.errors import UserError
+from lib.launch import setup
 from lib.model import FSDPConfig, ModelConfig, OptimConfig, flops_forward, forward_policy, peak_flops
 from lib.rewards import RewardConfig
 from lib.rollouts import EvalConfig
@@ -223,7 +225,7 @@ def write_inputs(workload: Workload, folder: str, *, num_prompts: int) -> None:
 
 
 class Probes:
-    """What the loop does not log: taken by standing in for names of train_grpo.py that it calls, and calling them."""
+    """What the loop does not log: taken by standing in for names that train_grpo.py and its setup call, and calling them."""
 
     def __init__(self, *, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -284,13 +286,9 @@ class Probes:
             probes.computed_tokens += int(micro_batch.total_lens.sum())
             return forward_policy(policy, micro_batch, **keywords)
 
-        replaced = {"StartupTimer": Timer, "Metrics": PhaseMetrics, "RolloutEngine": Engine, "forward_policy": forward}
-        originals = {name: getattr(train_grpo, name) for name in replaced}
-        try:
-            vars(train_grpo).update(replaced)
+        in_script = {"StartupTimer": Timer, "Metrics": PhaseMetrics, "forward_policy": forward}
+        with patch.multiple(train_grpo, **in_script), patch.object(setup, "RolloutEngine", Engine):
             yield
-        finally:
-            vars(train_grpo).update(originals)
 
 
 # ---- What comes out ----
