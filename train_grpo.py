@@ -1,7 +1,7 @@
 """Train a language model with GRPO (DeepSeekMath, https://arxiv.org/abs/2402.03300).
 
 One process per GPU. Every process holds a shard of the policy (FSDP2) and a vLLM engine, and runs this file from top
-to bottom; every line of `main` runs on all ranks unless it says otherwise.
+to bottom; every line of `train` runs on all ranks unless it says otherwise.
 
     torchrun --nproc_per_node=8 train_grpo.py --model.path DIR --data.train-files a.parquet --data.val-files b.parquet
     torchrun --nproc_per_node=8 -m recipes.NAME --optim.lr 2e-6            # a recipe: defaults for one experiment
@@ -27,13 +27,13 @@ from lib.engine import Mismatch, names_to_check
 from lib.errors import Stopped, UserError
 from lib.launch import (
     TrainConfig,
-    begin,
     build_engine,
     check_input,
     load_actor,
     load_frozen,
     make_checkpointer,
     make_collector,
+    make_progress,
     open_run,
     open_scorer,
     read_task,
@@ -90,6 +90,7 @@ def train(cfg: GRPOConfig) -> None:
     with startup.phase("check the input"):
         files, model_files, resume = check_input(cfg, world)
     task = read_task(cfg, files, model_files, resume, world, startup)
+    del resume  # task.resume has the place among the prompts
     first_step, num_steps = task.resume.step + 1, task.num_steps
 
     run = open_run(cfg, task, world)
@@ -99,9 +100,7 @@ def train(cfg: GRPOConfig) -> None:
         with startup.phase("build the engine"):
             engine = build_engine(cfg, task, run)
         with startup.phase("load the policy"):
-            actor = load_actor(
-                cfg, task, world,
-            )  # fmt: skip
+            actor = load_actor(cfg, task, world)
             frozen = load_frozen(cfg, task, world)
             trained = {"actor": actor}
         policy, optimizer = actor.model, actor.optimizer
@@ -109,16 +108,16 @@ def train(cfg: GRPOConfig) -> None:
         if words := task.resume.in_words(cfg, num_steps, reward=task.reward):
             run.say(words)
         validate = partial(
-            evaluate, engine, task.val_set.all_samples(), scorer, task.tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
+            evaluate, engine, task.val_samples, scorer, task.tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
             reward=cfg.reward, world=world, run=run, stopper=stopper,
         )  # fmt: skip
-        if len(task.val_set) and cfg.eval.before_train and first_step == 1:
+        if task.val_samples and cfg.eval.before_train and first_step == 1:
             with startup.phase("validate before training"):
                 run.log(0, validate(step=0))
         engine.sleep()
         run.say(startup.table())
         collector = make_collector(cfg, task, engine, scorer, run, stopper)
-        progress = begin(cfg, task, collector)
+        progress = make_progress(cfg, task, collector)
         checkpointer = stack.enter_context(make_checkpointer(cfg, task, trained, progress, run))
         passes = dict(max_tokens_per_gpu=cfg.max_tokens_per_gpu, temperature=cfg.rollout.temperature, world=world)
         policy_loss, loss_terms = cfg.policy_loss, cfg.loss_terms
@@ -182,8 +181,9 @@ def train(cfg: GRPOConfig) -> None:
                             for term in loss_terms:
                                 token_loss, term_stats = term(log_probs, entropy, micro_batch)  # (b, t)
                                 share = aggregate(token_loss, micro_batch.response_mask, cfg.agg_mode) / denominator
-                                loss = loss + term.coef * share if term.coef else loss
-                                terms[term.name], stats = share, stats | term_stats
+                                terms[term.name], stats = share, stats | term_stats  # this micro-batch's share
+                                if term.coef:  # else it is only measured
+                                    loss = loss + term.coef * share
                             loss.backward()  # summed over micro-batches and ranks: the denominator is global
                             update_metrics(
                                 metrics, micro_batch.response_mask, terms=terms | {"loss": loss}, stats=stats,
@@ -200,19 +200,19 @@ def train(cfg: GRPOConfig) -> None:
             # ---- Evaluate, log, checkpoint ----
             values = metrics.reduce() | mismatch.values | balance_stats(batch, world)
             values |= perf_metrics(
-                batch, values, world, model_config=model_files.config, update_epochs=cfg.policy_epochs(step),
+                batch, values, world, model_config=task.model_files.config, update_epochs=cfg.policy_epochs(step),
                 engine_bytes=engine.pool_bytes,
             )  # fmt: skip
             values |= {"training/global_step": step, "training/epoch": task.epochs}
             for term in loss_terms:
                 values |= term.metrics()
-            if len(task.val_set) and cfg.eval.due(step, num_steps):
+            if task.val_samples and cfg.eval.due(step, num_steps):
                 weight_sync.wake(names=names, time=nullcontext)
                 with suppress(Stopped):  # of this step only the training is logged then; it stops below
                     values |= validate(step=step)
                     engine.sleep()
             values |= save_rollouts(
-                step, collected.rollouts, batch, task.train_set, task.tokenizer, run=run, shown=not len(task.val_set)
+                step, collected.rollouts, batch, task.train_set, task.tokenizer, run=run, show=not task.val_samples
             )
             run.log(step, values)
             if step == first_step:

@@ -136,9 +136,8 @@ def init_distributed() -> World:
         os.environ["MASTER_PORT"] = "0"  # at which no process listens
     rank, size, local_rank = _read_launch_environment()
     settle_elementwise()
-    if (
-        ATTEMPT in os.environ and sys.platform == "linux"
-    ):  # where torchrun is killed, no other process would end its ranks
+    # Where torchrun is killed, no other process would end its ranks.
+    if ATTEMPT in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters in its warnings is an error of ours
     if torch.cuda.is_available():

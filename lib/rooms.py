@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from typing import Any
 
 from lib.errors import UserError, error_line
@@ -72,6 +73,12 @@ MOVED = {
     "whole_tensors": "storage.whole_tensors",
 }
 """A file of the flat lib/ -> where it is now."""
+ALSO = {
+    "metrics": "what measures a step in lib.algorithms, perf_metrics in lib.model, a validation's metrics in "
+    "lib.rollouts.validation_metrics",
+    "weight_sync": "check_log_probs_diff in lib.engine.mismatch",
+}
+"""Where other names of a file went that was split."""
 
 
 def exports(room: str, **files: str) -> tuple[list[str], Callable[[str], Any]]:
@@ -79,11 +86,21 @@ def exports(room: str, **files: str) -> tuple[list[str], Callable[[str], Any]]:
     file_of = {name: file for file, names in files.items() for name in names.split()}
 
     def getattribute(name: str) -> Any:
-        if name not in file_of:
-            raise AttributeError(f"{room} offers no {name}; it offers {', '.join(sorted(file_of))}")
-        return getattr(import_module(f"{room}.{file_of[name]}"), name)
+        if name in file_of:
+            return getattr(import_module(f"{room}.{file_of[name]}"), name)
+        if name.startswith("__") or find_spec(f"{room}.{name}"):  # asked for by Python, or a file of the room
+            raise AttributeError(name)
+        raise ImportError(f"{room} offers no {name}; it offers {', '.join(sorted(file_of))}")
 
     return sorted(file_of), getattribute
+
+
+class Moved(SystemExit):
+    """Ends the process with the code of a UserError; its text is for what catches it, as a reward worker does."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = UserError.code
 
 
 class OldPaths(MetaPathFinder):
@@ -91,11 +108,13 @@ class OldPaths(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         """Asked after all other finders: only for modules that do not exist."""
-        where = MOVED.get(fullname.removeprefix("lib.")) if fullname.startswith("lib.") else None
+        name = fullname.removeprefix("lib.")
+        where = MOVED.get(name) if fullname.startswith("lib.") else None
         if where is not None:
+            others = f" ({ALSO[name]})" if name in ALSO else ""
             error = UserError(
-                f"{fullname} has moved; an import in your code; it is lib.{where} now; write "
+                f"{fullname} has moved; an import in your code; it is lib.{where} now{others}; write "
                 f"`from lib.{where.partition('.')[0]} import NAME`, or `from lib.{where} import NAME`"
             )
             print(error_line(error), file=sys.stderr)
-            raise SystemExit(error.code)
+            raise Moved(str(error))

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
-from unittest.mock import Literal, patch
+from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 
@@ -225,7 +225,7 @@ def write_inputs(workload: Workload, folder: str, *, num_prompts: int) -> None:
 
 
 class Probes:
-    """What the loop does not log: taken by standing in for names that train_grpo.py and its setup call, and calling them."""
+    """What the loop does not log: taken by standing in for names that train_grpo.py and its setup call."""
 
     def __init__(self, *, num_steps: int) -> None:
         self.num_steps = num_steps

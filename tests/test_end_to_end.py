@@ -186,7 +186,7 @@ def test_a_disagreement_between_engine_and_trainer_stops_every_rank(files):
     lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert done.returncode == 1 and len(lines) == 1, done.stderr
     assert lines[0].startswith("error[1] engine and trainer disagree about the sampled tokens")
-    assert done.stderr.count("exitcode  : 1") == 2 and "lib/config/flags.py" not in done.stderr
+    assert done.stderr.count("exitcode  : 1") == 2 and "lib/config/reporting.py" not in done.stderr
     status = json.loads((files / "mismatch" / "status.json").read_text())
     assert status["state"] == "failed" and status["error"] == lines[0]
 

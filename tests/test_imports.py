@@ -74,7 +74,7 @@ def test_a_room_offers_what_its_files_define_and_contributing_lists_it(room):
         assert not (ROOT / "lib" / room / f"{name}.py").exists(), "a file hides what has its name"
     (line,) = re.findall(rf"^    {room}/ +(.*(?:\n {{8,}}.*)*)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert sorted(line.split()) == offered.__all__
-    with pytest.raises(ImportError):
+    with pytest.raises(ImportError, match=f"lib.{room} offers no nothing_of_this_name; it offers "):
         exec(f"from lib.{room} import nothing_of_this_name")
 
 
@@ -87,6 +87,9 @@ def test_an_import_of_a_file_that_has_moved_ends_with_one_line_that_names_its_pl
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error[2]") and done.stderr.count("\n") == 1
     assert "`from lib.algorithms import NAME`" in done.stderr
+    recipe.write_text("from lib.metrics import data_metrics\n")
+    done = subprocess.run([sys.executable, str(recipe)], capture_output=True, text=True, env=env)
+    assert "what measures a step in lib.algorithms" in done.stderr
     recipe.write_text("import lib.no_such_file\n")
     done = subprocess.run([sys.executable, str(recipe)], capture_output=True, text=True, env=env)
     assert "ModuleNotFoundError" in done.stderr

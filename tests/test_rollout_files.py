@@ -61,7 +61,7 @@ def save(model, folder, files, *, every=1, steps=(1,), num_prompts=2, val_files=
             noise = torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(step))
             batch = batch.with_(advantages=noise * batch.response_mask)
             values = save_rollouts(
-                step, rollouts[::-1], batch, prompts, tokenizer, run=run, shown=not cfg.data.val_files
+                step, rollouts[::-1], batch, prompts, tokenizer, run=run, show=not cfg.data.val_files
             )
             assert bool(values) == (run.dir / "rollouts" / f"step_{step}.parquet").exists()
     return rollouts, batch

@@ -265,6 +265,10 @@ def test_wrong_flags_are_user_errors(cfg, words):
         ("def compute_score(:", ["does not import", "SyntaxError", "line 1"]),
         ("import no_such_module\ndef f(): pass", ["does not import", "No module named 'no_such_module' [reward.py:1"]),
         ("import sys\nsys.exit('def ')", ["does not import", "SystemExit"]),
+        (
+            "from lib.losses import ClipLoss",
+            ["does not import", "lib.losses has moved", "`from lib.algorithms import NAME`"],
+        ),
         ("def other(): pass\nfrom os.path import join", ["has no function compute_score", "found other, expected"]),
         ("compute_score = 'def '", ["has no function compute_score", "found no function"]),
         (

@@ -36,11 +36,16 @@ def phases(script):
 GRPO, PPO = phases("train_grpo.py"), phases("train_ppo.py")
 
 
+def is_longer(line, than):
+    """Whether a line is the other one, or the same call with one argument more."""
+    return line == than or (than.endswith(")") and line.startswith(than[:-1] + ", "))
+
+
 @pytest.mark.parametrize("name", GRPO)
 def test_ppo_repeats_every_phase_of_grpo(name):
     if name in EXTENDED:
         rest = iter(PPO[name])
-        assert all(line in rest for line in GRPO[name])  # the same lines in the same order
+        assert all(any(is_longer(other, line) for other in rest) for line in GRPO[name])  # in the same order
     else:
         assert PPO[name] == GRPO[name]
 

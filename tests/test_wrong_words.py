@@ -57,3 +57,13 @@ def test_every_word_of_verls_evaluation_and_merging_is_named_with_its_hint() -> 
             parse_args(config, line.split())
         assert re.match(".*".join(hints.split()), str(caught.value)), caught.value
         assert "nearest" not in str(caught.value)
+
+
+def test_a_tyro_without_its_private_names_still_parses_and_refuses(monkeypatch, capsys):
+    import tyro
+
+    monkeypatch.delattr(tyro._errors, "on_parse_error")
+    assert parse_args(Config(), ["--num-steps", "3", "--data.train-files", "a"]).num_steps == 3
+    with pytest.raises(SystemExit) as ended:
+        parse_args(Config(), ["--num-steps", "three", "--data.train-files", "a"])
+    assert ended.value.code == 2 and "--num-steps" in "".join(capsys.readouterr())

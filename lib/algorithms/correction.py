@@ -246,8 +246,8 @@ CORRECTIONS: dict[str, Callable[[], Correction]] = {
 def log_ratios(log_probs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """log(probability under log_probs / under the engine), (b, t) float64 without gradient, and where it is known.
 
-    0 outside response_mask, and where a log-prob is not finite: the engine's always are (model/batching.py), and one
-    of the trainer's ends the run or skips the update.
+    0 outside response_mask, and where a log-prob is not finite: the engine's always are (lib/model/batching.py), and
+    one of the trainer's ends the run or skips the update.
     """
     assert batch.rollout_log_probs is not None, "the engine reported no log-probs"
     ours, theirs = log_probs.detach().double(), batch.rollout_log_probs.double()

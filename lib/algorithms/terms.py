@@ -18,6 +18,7 @@ class LossTerm(ABC):
     name: ClassVar[str]
     """Of its metric: actor/NAME."""
     coef: float = 1.0
+    """Weight in the sum."""
 
     @abstractmethod
     def __call__(self, log_probs: Tensor, entropy: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -27,7 +28,7 @@ class LossTerm(ABC):
         """
 
     def metrics(self) -> dict[str, float]:
-        """What is logged of the term in every step that trains."""
+        """What is logged beside it in every step, also one in which the policy rests."""
         return {}
 
 

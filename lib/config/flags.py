@@ -127,14 +127,16 @@ def _one_line_errors(argv: list[str]) -> Iterator[None]:
     """Turns tyro's refusals into UserError. A tyro without these private names prints boxes of its own."""
     try:
         from tyro import _errors as errors
-    except ImportError:
+
+        on_parse_error = errors.on_parse_error
+    except (ImportError, AttributeError):
         yield
         return
 
     def refuse(event: Any) -> None:
         raise UserError(_explain(event, argv, errors))
 
-    with errors.on_parse_error(refuse):
+    with on_parse_error(refuse):
         yield
 
 

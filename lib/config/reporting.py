@@ -112,4 +112,5 @@ def _under_torchrun() -> bool:
 
 
 def is_first_rank() -> bool:
+    """Whether this is rank 0, or the only one; asked before the ranks meet."""
     return os.environ.get("RANK", "0") == "0"

@@ -98,6 +98,7 @@ def normal(option: str) -> str:
 
 
 def is_boolean(hint: Any) -> bool:
+    """Whether an option of this type is True or False."""
     return bool in (hint, *get_args(hint))
 
 

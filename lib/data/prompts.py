@@ -1,4 +1,4 @@
-"""From data files to prompts: config, tokenizer, chat template and length limit.
+"""From data files to prompts: config, rows, chat template and length limit.
 
 Rows come checked from lib/data/parquet.py or from a custom dataset class. Every rank holds all prompts.
 """
@@ -377,6 +377,3 @@ def _unused_variables(cfg: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> 
         for name in cfg.chat_template_kwargs
         if not re.search(rf"\b{re.escape(name)}\b", template)
     ]
-
-
-# ---- Order ----

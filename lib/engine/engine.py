@@ -1,6 +1,6 @@
 """The vLLM engine inside this process: sampling, sleep and wake, and its parameters.
 
-Only this file and engine_patches.py import vllm; what depends on its version is there. Every rank builds an engine;
+Only this file and patches.py import vllm; what depends on its version is there. Every rank builds an engine;
 `tensor_model_parallel_size` consecutive ranks form one replica, whose ranks must call every method here with the same
 arguments. Replicas know nothing of each other.
 

@@ -6,8 +6,8 @@ __all__, __getattr__ = exports(
     __name__,
     checks="check_critic check_engines check_input check_same_config check_same_prompts",
     setup=(
-        "Task begin build_engine load_actor load_frozen load_trained_critic make_checkpointer make_collector open_run "
-        "open_scorer read_task say_what_begins sync_and_compare"
+        "Task build_engine load_actor load_frozen load_trained_critic make_checkpointer make_collector make_progress "
+        "open_run open_scorer read_task say_what_begins sync_and_compare"
     ),
     train_config="TrainConfig",
 )

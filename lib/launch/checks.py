@@ -1,6 +1,7 @@
 """Before a run starts: what fits together and what does not, told before a model is loaded; and the run in words.
 
-What the scripts do first, in this order: `check_input`, `try_reward`, `load_prompts`, `check_same_prompts`, `describe`.
+In this order: the scripts call `check_input` and `check_critic`, setup.py calls `try_reward`, `load_prompts`,
+`check_same_prompts` and `describe`.
 """
 
 import math

@@ -27,11 +27,12 @@ from lib.stopping import Stopper
 from lib.storage.model_folder import ModelFiles
 from lib.tracking.console import StartupTimer
 from lib.tracking.run import Run
+from lib.types import Sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a run trains on and goes on from, found right before a model is loaded. The same on all ranks."""
+    """What a run trains on and goes on from, checked before a model is loaded. The same on all ranks."""
 
     model_files: ModelFiles
     resume: Resume
@@ -40,6 +41,8 @@ class Task:
     """Token ids that end a response."""
     train_set: Prompts
     val_set: Prompts
+    val_samples: list[Sample]
+    """Every validation prompt, in file order."""
     prompts: PromptStream
     num_steps: int
     reward: str
@@ -68,6 +71,7 @@ def read_task(
         check_same_prompts(train_set, val_set, world)
         prompts = PromptStream(train_set, seed=cfg.seed, shuffle=cfg.data.shuffle, curriculum=cfg.data.curriculum)
         resume = resume.restore_prompts(prompts)
+        val_samples = val_set.all_samples()
         if reward is None:
             reward = world.agree(lambda: try_reward(cfg, train_set.rows, val_set.rows))
     num_steps = cfg.num_steps or max(1, len(train_set) * cfg.total_epochs // cfg.prompts_per_step)
@@ -79,7 +83,8 @@ def read_task(
         )
     return Task(
         model_files=model_files, resume=resume, tokenizer=tokenizer, stop_ids=stop_ids, train_set=train_set,
-        val_set=val_set, prompts=prompts, num_steps=num_steps, reward=reward, warnings=files.warnings,
+        val_set=val_set, val_samples=val_samples, prompts=prompts, num_steps=num_steps, reward=reward,
+        warnings=files.warnings,
     )  # fmt: skip
 
 
@@ -195,7 +200,7 @@ def make_collector(
     )  # fmt: skip
 
 
-def begin(cfg: TrainConfig, task: Task, collector: Collector) -> Progress:
+def make_progress(cfg: TrainConfig, task: Task, collector: Collector) -> Progress:
     """Where the run is, beside its tensors: at its start, or where the checkpoint was."""
     progress = Progress(
         prompts=task.prompts, collector=collector, kl_controller=KLController(cfg.kl_reward), constant_groups=[]

@@ -29,12 +29,12 @@ NUM_SHOWN = 2
 
 
 def save_rollouts(
-    step: int, rollouts: Sequence[Rollout], batch: Batch, prompts: Prompts, tokenizer: Any, *, run: Run, shown: bool,
+    step: int, rollouts: Sequence[Rollout], batch: Batch, prompts: Prompts, tokenizer: Any, *, run: Run, show: bool,
 ) -> dict[str, float]:  # fmt: skip
     """Writes the step's rollouts if it is one that --tracking.rollouts-every names; the seconds it took, as a metric.
 
-    `rollouts` are those that this rank sampled, `batch` the rows that it trained on, with their advantages. Where
-    no validation shows any responses, two are `shown`. Executed by all ranks together.
+    `rollouts` are those that this rank sampled, `batch` the rows that it trained on, with their advantages. `show`:
+    two of them on the terminal, where no validation shows any. Executed by all ranks together.
     """
     every = run.cfg.rollouts_every
     if every == 0 or (step > 1 and step % every):
@@ -50,7 +50,7 @@ def save_rollouts(
     for uid, index in sorted(entries):
         groups.setdefault(uid, []).append(entries[uid, index])
     run.save_rollouts(step, _to_parquet(step, groups, prompts, run) if groups else b"")  # a step may be skipped
-    if shown:
+    if show:
         chosen = sorted((r for r in rollouts if r.index == 0), key=lambda r: r.sample.uid)[:NUM_SHOWN]
         run.show_samples([_shown(rollout, tokenizer) for rollout in chosen])
     return {"timing_s/dump_rollout_generations": time.perf_counter() - start}
