@@ -62,7 +62,8 @@ def test_function_gets_exactly_what_was_submitted(tmp_path):
     text = "Grüße \ud800 \x00 " + "x" * 300_000  # larger than a socket's buffer, and not valid UTF-8
     [score] = score_all(RewardConfig(path=write(tmp_path, body)), [text], truth={"a": [1, None, 2.5], "b": b"x"})
     assert score.error is None and score.score == 3.0
-    assert score.extras == {"same": True, "text": text[:10_000], "length": float(len(text))}
+    returned = text[:10_000].encode(errors="backslashreplace").decode()  # half a pair of surrogates fits in no file
+    assert score.extras == {"same": True, "text": returned, "length": float(len(text))}
 
 
 def test_results_come_in_the_order_of_submission_for_any_number_of_workers(tmp_path):
@@ -267,7 +268,7 @@ def test_wrong_flags_are_user_errors(cfg, words):
         ("import sys\nsys.exit('def ')", ["does not import", "SystemExit"]),
         (
             "from lib.losses import ClipLoss",
-            ["does not import", "lib.losses has moved", "`from lib.algorithms import NAME`"],
+            ["lib.losses has moved", "`from lib.algorithms import NAME`"],
         ),
         ("def other(): pass\nfrom os.path import join", ["has no function compute_score", "found other, expected"]),
         ("compute_score = 'def '", ["has no function compute_score", "found no function"]),
