@@ -242,7 +242,8 @@ def rows_from_dicts(dicts: list[dict], source: str, *, prompt_key: str = "prompt
             f"{short(value)}, expected whole characters; mend the text (text.encode(errors='replace').decode())"
         ) from None
     except (pa.ArrowException, OverflowError) as error:
-        row = next(row for row in range(len(dicts)) if not _converts([dicts[0], dicts[row]]))
+        # Which row does not fit, only the rows before it tell: a null in the first one fits any.
+        row = bisect_left(range(len(dicts)), True, key=lambda row: not _converts(dicts[: row + 1]))
         raise UserError(
             f"a row does not fit the others; {source} row {row}; {short(error)}; give each field one type in all rows"
         ) from error
