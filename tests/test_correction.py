@@ -228,6 +228,18 @@ def test_weights_of_known_ratios(options, expected):
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32))
 
 
+@pytest.mark.parametrize("options", [{}, {"icepop_low": 1.0}])
+def test_equal_probabilities_are_within_thresholds_of_exactly_1(options):
+    cfg = Correction(is_level="token", is_threshold=1.0, reject={"token_k1": [1.0, 4.0]}, **options)
+    found, metrics = correct(cfg, of_ratios([1.0, 1.0, 2.0, 0.5]))
+    assert found.response_mask.tolist() == [[True, True, True, False]]
+    torch.testing.assert_close(found.is_weights, torch.tensor([[1.0, 1.0, 0.0 if options else 1.0, 0.0]]))
+    numbers = metrics.reduce()
+    for name, expected in (("rollout_is_ratio_fraction_high", 1), ("rollout_is_ratio_fraction_low", 1),
+                           ("rollout_rs_masked_fraction", 1), ("rollout_rs_token_k1_masked_fraction", 1)):  # fmt: skip
+        assert numbers[f"rollout_corr/{name}"] == expected / 4, name
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

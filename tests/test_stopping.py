@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 
 from eval import EvalScriptConfig
+from lib.checkpoint_files import find_checkpoints
 from lib.config import parse_args
 from lib.dist import ATTEMPT, SINGLE
 from lib.errors import Stopped, UserError
@@ -154,12 +155,17 @@ def test_all_ranks_stop_at_the_same_step_before_the_time_limit(tmp_path):
         assert found["error"].startswith("the time limit of 5 minutes")
 
 
-def test_the_time_limit_counts_from_the_first_start_of_restarted_ranks(tmp_path):
+def test_restarted_ranks_keep_the_time_limit_and_save_when_they_are_stopped(tmp_path):
+    """What the first ranks have left in the store, that they failed above all, is not the second ones' business."""
     with job(tmp_path, "restart", options=("--max-restarts", "1")) as running:
-        assert running.wait() == 0, running.stderr
+        pid = running.until(lambda: notes(tmp_path))[0]["pid"]
         first, second = ((tmp_path / f"deadline_{attempt}").read_text() for attempt in (0, 1))
         assert first == second
-        assert status(tmp_path)["state"] == "finished"
+        os.kill(pid, signal.SIGTERM)
+        assert running.wait() == 1
+        assert status(tmp_path) == stopped("SIGTERM on rank 0", step=1) | {"resumable": True}
+        [saved] = find_checkpoints(tmp_path / "run")
+        assert saved.step == 1 and saved.problem is None
 
 
 @pytest.mark.parametrize("case", ["wait_for_rewards", "hang"])
