@@ -123,13 +123,38 @@ def save_in_time(folder, world, stopper, run):
 
 
 def restart(folder, world, stopper, run):
-    """Says when the time is over, and fails the first time."""
+    """Says when the time is over, fails the first time, and is stopped after a step the second time."""
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     if world.rank == 0:
         (folder / f"deadline_{attempt}").write_text(repr(stopper._deadline))
     world.gather(None)
     if attempt == "0":
         raise ValueError("a bug")
+    # Here: other cases would wait for these imports in vain.
+    from lib.algorithms.group_filter import GroupFilterConfig
+    from lib.algorithms.kl import KLController, KLRewardConfig
+    from lib.checkpoints.checkpointer import CheckpointConfig, Checkpointer, Progress, Trained
+    from lib.data.prompt_stream import PromptStream
+    from lib.rollouts.collector import Collector
+    from tests.checkpoint_worker import make_prompts
+
+    prompts = PromptStream(make_prompts(), seed=0)
+    collector = Collector(
+        None, None, prompts, None, rollout=RolloutConfig(), reward=RewardConfig(), filter_groups=GroupFilterConfig(),
+        prompts_per_step=4, mini_batch_size=8, with_greedy=False, mask_truncated=False, run=run, stopper=stopper,
+        world=world,
+    )  # fmt: skip
+    progress = Progress(
+        prompts=prompts, collector=collector, kl_controller=KLController(KLRewardConfig()), constant_groups=[]
+    )
+    weights = torch.nn.Linear(3, 2)
+    models = {"actor": Trained(model=weights, optimizer=torch.optim.AdamW(weights.parameters()), folder=folder / "hf")}
+    with Checkpointer(
+        CheckpointConfig(), run, world, config={}, reward="", models=models, progress=progress, num_steps=9,
+        resumed=None, trainer=None,
+    ) as checkpointer:  # fmt: skip
+        checkpointer.end_step(1, {})
+        wait_for_another(folder, world, stopper, run)
 
 
 def generate(folder, world, stopper, run, *, path, tp_size):

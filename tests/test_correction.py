@@ -20,7 +20,7 @@ from lib.dist import SINGLE
 from lib.tracking.metrics import Metrics
 from lib.types import Batch
 from tests.correction_worker import CASES, random_batch
-from tests.ranks import torchrun
+from tests.prefork import prefork
 
 NAN, INF = math.nan, math.inf
 DECOUPLED = {name: make() for name, make in CORRECTIONS.items() if not make().bypass}
@@ -228,6 +228,18 @@ def test_weights_of_known_ratios(options, expected):
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32))
 
 
+@pytest.mark.parametrize("options", [{}, {"icepop_low": 1.0}])
+def test_equal_probabilities_are_within_thresholds_of_exactly_1(options):
+    cfg = Correction(is_level="token", is_threshold=1.0, reject={"token_k1": [1.0, 4.0]}, **options)
+    found, metrics = correct(cfg, of_ratios([1.0, 1.0, 2.0, 0.5]))
+    assert found.response_mask.tolist() == [[True, True, True, False]]
+    torch.testing.assert_close(found.is_weights, torch.tensor([[1.0, 1.0, 0.0 if options else 1.0, 0.0]]))
+    numbers = metrics.reduce()
+    for name, expected in (("rollout_is_ratio_fraction_high", 1), ("rollout_is_ratio_fraction_low", 1),
+                           ("rollout_rs_masked_fraction", 1), ("rollout_rs_token_k1_masked_fraction", 1)):  # fmt: skip
+        assert numbers[f"rollout_corr/{name}"] == expected / 4, name
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -407,7 +419,7 @@ def test_reinforce_has_the_gradient_of_minus_weighed_advantage():
 
 
 def test_the_correction_does_not_depend_on_who_has_which_rows(tmp_path):
-    done = torchrun(2, "-m", "tests.correction_worker", str(tmp_path / "out.pt"))
+    done = prefork(2, "-m", "tests.correction_worker", str(tmp_path / "out.pt"))
     assert done.returncode == 0, done.stderr[-3000:]
     batch = random_batch(3, noise=0.5)
     for key, (tensors, numbers) in torch.load(tmp_path / "out.pt").items():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +23,7 @@ from lib.data.parquet import read_rows
 from lib.dist import SINGLE
 from lib.errors import DamagedCheckpoint, UserError
 from lib.evaluation.any_model import find_model, iter_weights, load_eval_prompts, what_defines_responses
-from lib.evaluation.inputs import COLUMNS, EvalGroup, parts_folder
+from lib.evaluation.inputs import COLUMNS, EvalGroup, Parts, parts_folder
 from lib.evaluation.report import render_page, summarise
 from lib.storage.checkpoint_folder import hash_file, publish, stage
 from lib.types import Sample, Score
@@ -98,7 +99,17 @@ def outputs(folder, name):
 
 @pytest.fixture(scope="module")
 def one_process(folder):
-    return start(*words(folder, "one.parquet"))
+    """With --overwrite, over what an evaluation left that differed in --rollout.n alone."""
+    rollout = replace(ROLLOUT, n=2, temperature=1.0)
+    model = find_model(str(folder / "model"), DATA, rollout, SINGLE)
+    rows, _ = read_rows((str(folder / "questions.parquet"),), "--data.files")
+    stop_ids, prompts = load_eval_prompts(DATA, model, rows, date="2024-02-03T04:05:06")
+    state = what_defines_responses(rollout, model, prompts, stop_ids, dtype="float32", seed=3)
+    left = Parts(parts_folder(folder / "one.parquet"), state, SINGLE, overwrite=False)
+    left.add(group(0))
+    left._file.close()
+    left.log.close()
+    return start(*words(folder, "one.parquet", "--overwrite"))
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +139,11 @@ def test_the_terminal_shows_the_evaluation_and_not_the_libraries(one_process):
     assert "all 18 tensors were written" in one_process.stdout and "pass@4" in one_process.stdout
     for noise in ("INFO", "WARNING", "Warning", "Traceback", "nanobind"):
         assert noise not in one_process.stdout + one_process.stderr
+
+
+def test_overwrite_takes_nothing_of_an_unfinished_evaluation_with_another_n(folder, one_process):
+    assert "0 of 20 prompts are finished already" in one_process.stdout
+    assert {len(found) for found in pq.read_table(folder / "one.parquet")["responses"].to_pylist()} == {4}
 
 
 def test_ranks_and_the_kind_of_model_folder_change_no_byte(folder, one_process, two_ranks):

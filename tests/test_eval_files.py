@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eval import EvalScriptConfig
+from eval import EvalScriptConfig, evaluate_model
 from lib.config.flags import parse_args
 from lib.data.parquet import read_rows
 from lib.data.prompts import DataConfig
@@ -30,11 +31,14 @@ from lib.evaluation.inputs import (
     write_output,
 )
 from lib.evaluation.report import summarise
+from lib.evaluation.scores import collect_scores, submit
 from lib.launch import checks
 from lib.launch.train_config import TrainConfig
-from lib.rewards.scoring import RewardConfig
+from lib.rewards.scoring import RewardConfig, Scorer
+from lib.tracking.terminal import Terminal
+from lib.types import Sample
 from tests.ranks import LIMIT_S, ROOT
-from tests.tiny import make_questions
+from tests.tiny import count_progress, make_questions
 
 DATA, ROLLOUT = EvalDataConfig(max_prompt_len=24), RolloutConfig(max_response_len=12)
 
@@ -193,6 +197,36 @@ def test_columns_of_responses_are_asked_for_or_refused(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             read(column, with_responses=with_responses)
+
+
+def test_scores_are_of_the_rows_of_their_file_in_the_order_given(tmp_path):
+    (tmp_path / "equals.py").write_text("def compute_score(solution_str, ground_truth, **_):\n"
+                                        "    return float(solution_str == ground_truth)\n")  # fmt: skip
+    files = [tmp_path / "z.parquet", tmp_path / "a.parquet"]
+    for file, start in zip(files, (0, 50), strict=True):
+        make_questions(file, count=2, start=start)
+        table = pq.read_table(file)
+        answers = [[row["ground_truth"]] for row in table["reward_model"].to_pylist()]
+        pq.write_table(table.append_column("responses", pa.array(answers)), file)
+    words = ("--score-only", "--data.files", *files, "--output", tmp_path / "out.parquet", "--reward.num-workers", 1)
+    evaluate_model(parse_args(EvalScriptConfig(), [*map(str, words), "--reward.path", str(tmp_path / "equals.py")]))
+    found = pq.read_table(tmp_path / "out.parquet")
+    assert found["responses"].to_pylist() == [["0"], ["1"], ["50"], ["51"]]
+    assert found["scores"].to_pylist() == [[1.0]] * 4
+
+
+def test_the_progress_of_scoring_counts_every_response(tmp_path):
+    (tmp_path / "late.py").write_text("import time\ndef compute_score(**_):\n    time.sleep(0.03)\n    return 1.0\n")
+    cfg, counts = RewardConfig(path=str(tmp_path / "late.py"), num_workers=1), {}
+    with Terminal(SINGLE, None) as terminal, closing(Scorer(cfg, {"test"})) as scorer:
+        count_progress(terminal, counts)
+        for uid in range(3):
+            sample = Sample(uid=uid, prompt_ids=[], data_source="test", ground_truth="", extra_info={})
+            submit(scorer, group(uid), sample)
+        scores = collect_scores(scorer, cfg, SINGLE, terminal)
+    assert [len(scores[uid]) for uid in range(3)] == [2] * 3 and set(counts) == {"scoring"}
+    total, done = counts["scoring"]
+    assert total == done > 0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lib.storage.model_folder import (
     critic_shapes,
     expected_shapes,
 )
+from tests.ranks import ROOT
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -434,3 +436,51 @@ def test_the_checks_import_neither_torch_nor_transformers(folder: Path) -> None:
         "max_response_len=8); sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=False).returncode == 0
+
+
+READ = """
+import gc, sys
+from pathlib import Path
+import torch
+from lib.storage.weight_headers import Entry, _are_equal, read_safetensors_header
+from lib.storage.whole_tensors import open_weights
+folder = Path(sys.argv[1])
+
+def peak(read):
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = rss("VmRSS")
+    read()
+    return rss("VmHWM") - before
+
+def rss(name):
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return 1024 * int(line.split()[1])
+
+def one_by_one():
+    weights = open_weights(folder)
+    for name in weights.files:
+        assert float(weights.read(name).min()) == 1  # touches every page
+
+def compare():
+    one, other = (read_safetensors_header(folder / f"model-{i}.safetensors")[f"{i}.0"] for i in (1, 2))
+    assert _are_equal(one, other)
+
+print(peak(one_by_one), peak(compare))
+"""
+
+
+def test_two_weight_files_are_read_and_compared_in_the_memory_of_one_tensor(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    size, names = 2**24, {i: [f"{i}.{part}" for part in range(3)] for i in (1, 2)}
+    for i in names:  # 3 tensors of 64 MiB each
+        save_file({name: torch.ones(2**12, size // 2**12) for name in names[i]}, tmp_path / f"model-{i}.safetensors")
+    index = {"weight_map": {name: f"model-{i}.safetensors" for i in names for name in names[i]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    done = subprocess.run([sys.executable, "-c", READ, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    one_by_one, compared = map(int, done.stdout.split())
+    assert one_by_one < 2.5 * 4 * size  # the tensor that was read, and its pages of the file
+    assert compared < 0.75 * 4 * size  # two chunks

@@ -50,6 +50,17 @@ def said(cfg, files):
     return describe(cfg, SINGLE, files, prompts, prompts, num_steps=9)
 
 
+def test_the_run_in_words_tells_training_prompts_from_validation_prompts(model):
+    cfg = options(model, *NO_KL)
+    train_set = replace(make_prompts(), num_filtered=2, num_truncated=3, longest=14)
+    words = describe(cfg, SINGLE, find_models(cfg, Resume(), SINGLE), train_set, make_prompts(range(7)), num_steps=9)
+    assert (
+        "\ndata         10 training prompts, 2 dropped as too long, 3 shortened, longest 14 tokens; "
+        "7 validation prompts\n"
+    ) in words
+    assert "run          9 steps = 9 optimizer steps; 36 prompts = 3.6 epochs of 10\n" in words
+
+
 @pytest.mark.parametrize("part", ["", "global_step_2", "global_step_2/actor", "global_step_2/actor/huggingface"])
 def test_policy_and_critic_begin_with_a_checkpoints_weights_alone(run, part):
     cfg, world = options(run[0] / part, *NO_KL), init_distributed()

@@ -306,6 +306,33 @@ def test_the_one_bad_row_of_many_is_named(tmp_path, change, parts):
     says(refusal(write(tmp_path / "a.parquet", rows)), str(tmp_path / "a.parquet"), *parts)
 
 
+@pytest.mark.parametrize(("change", "parts"), BAD_ROWS)
+def test_a_bad_row_is_named_where_it_is_the_first(tmp_path, change, parts):
+    rows = [row(0) | change, row(1)]
+    says(refusal(write(tmp_path / "a.parquet", rows)), *(part.replace("row 9000", "row 0") for part in parts))
+
+
+@pytest.mark.parametrize(
+    ("first", "change", "message"),
+    [
+        ({}, answer(7), "a row does not fit the others; mine row 7; "),
+        (answer(None), answer(7), "a row does not fit the others; mine row 7; "),
+        ({}, {"extra_info": {"index": "7"}}, "a row does not fit the others; mine row 7; "),
+        ({}, {"extra_info": {"index": 2**70}}, "a row does not fit the others; mine row 7; "),
+        ({}, answer(None), "a row without ground truth; mine row 7 "),
+        ({}, prompt(("human", "x")), "a message without a known role; mine row 7 "),
+        ({}, answer("\ud83d"), "text that is not Unicode; mine row 7 "),
+    ],
+)
+def test_the_bad_row_of_a_dataset_class_is_named(first, change, message):
+    rows = [row(i) for i in range(10)]
+    rows[0] |= first
+    rows[7] |= change
+    with pytest.raises(UserError) as caught:
+        rows_from_dicts(rows, "mine")
+    says(str(caught.value), message)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_ground_truth_that_is_nan_or_infinite_names_its_row(tmp_path, bad):
     says(refusal(write(tmp_path / "a.parquet", [row(**answer(x)) for x in (1.0, 2.0, bad)])), "row 2", str(bad))

@@ -7,7 +7,9 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
+from lib.checkpoints.checkpointer import versions
 from lib.config.as_json import to_json
 from lib.data.prompts import DataConfig, check_data_files
 from lib.dist import SINGLE, init_distributed
@@ -262,6 +264,20 @@ def test_a_schedule_that_now_ends_elsewhere_is_told_also_of_a_run_from_before_sc
     assert "learning rate's schedule" not in older.in_words(options(model, run), 4, reward=REWARD)  # of a constant rate
     ppo = PPOConfig(critic=CriticConfig(optim=OptimConfig(schedule="linear")))
     assert "now ends at step 5, not 4" in older.in_words(ppo, 4, reward=REWARD)
+
+
+def test_a_resume_is_told_in_words(model, run):
+    cfg = options(model, run)
+    resume = find_resume(cfg, SINGLE)
+    cfg = replace(cfg, optim=replace(cfg.optim, warmup_steps=10))
+    prompts, torch_there = resume.trainer["prompts"], "2.0.1+cpu"
+    assert (prompts["epoch"], prompts["place"]) == (1, 6)  # 4 steps of 4 of the 10 prompts
+    changed = replace(resume, trainer={**resume.trainer, "versions": {**versions(), "torch": torch_there}})
+    line = f"continuing from {run}/global_step_4: step 5 of 6 is next, learning rate 0.005, prompt 6 of epoch 1"
+    assert resume.in_words(cfg, 6, reward=REWARD) == line
+    assert changed.in_words(cfg, 6, reward=REWARD) == (
+        f"{line}\nwarning: other versions may round otherwise: torch {torch_there} there, {torch.__version__} here"
+    )
 
 
 # ---- The same launch ----

@@ -3,6 +3,7 @@
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -69,6 +70,35 @@ def test_the_script_hands_on_what_the_config_says(script, expected_calls):
     for function, expected in expected_calls.items():
         found = [passed for called, passed in calls if called == function]
         assert found and all(expected <= passed for passed in found), function
+
+
+WARNS = {
+    "grpo": True, "dr_grpo": True, "gdpo": True, "grpo_passk": True, "rloo": True, "opo": True, "gpg": True,
+    "reinforce_plus_plus": False, "reinforce_plus_plus_baseline": True, "remax": False, "gae": False,
+    "optimal_token_baseline": True,
+}  # fmt: skip
+"""Whether groups of equal rewards leave an advantage nothing to learn from, which a run warns of."""
+
+
+@pytest.mark.parametrize("script", ["train_grpo.py", "train_ppo.py"])
+def test_a_run_warns_of_equal_rewards_where_its_advantage_compares_a_prompts_responses(script):
+    from lib.algorithms.advantages import ADVANTAGES
+    from lib.algorithms.step_metrics import constant_reward_warning
+
+    assert WARNS.keys() == ADVANTAGES.keys()
+    nodes = ast.walk(ast.parse((ROOT / script).read_text()))
+    [lines] = [node for node in nodes if isinstance(node, ast.If) and "constant_groups" in ast.unparse(node.test)]
+    code = compile(ast.Module([lines], []), script, "exec")
+    found = {}
+    for name, advantage in ADVANTAGES.items():
+        said = []
+        known = {"constant_reward_warning": constant_reward_warning, "run": SimpleNamespace(say=said.append)}
+        for ratios in ([1.0, 1.0, 0.9], [1.0, 1.0, 1.0]):
+            found[name] = bool(said)
+            exec(code, {**known, "cfg": SimpleNamespace(advantage=advantage), "constant_groups": ratios})
+            assert not found[name]
+        found[name] = len(said) == 1 and said[0].startswith("warning: no signal: 100 % of the groups")
+    assert found == WARNS
 
 
 def test_the_policys_schedule_begins_when_it_begins_to_learn():

@@ -20,6 +20,7 @@ from lib.evaluation.any_model import find_model
 from lib.messages import Messages
 from lib.rewards.scoring import RewardConfig, Scorer
 from lib.stopping import ECHO_S, POLL_S, Stopper
+from lib.storage.checkpoint_folder import find_checkpoints
 from lib.tracking.run import read_metrics
 from tests.ranks import LIMIT_S, ROOT, Job
 from tests.stopping_worker import SLOW_REWARD, response
@@ -154,12 +155,17 @@ def test_all_ranks_stop_at_the_same_step_before_the_time_limit(tmp_path):
         assert found["error"].startswith("the time limit of 5 minutes")
 
 
-def test_the_time_limit_counts_from_the_first_start_of_restarted_ranks(tmp_path):
+def test_restarted_ranks_keep_the_time_limit_and_save_when_they_are_stopped(tmp_path):
+    """What the first ranks have left in the store, that they failed above all, is not the second ones' business."""
     with job(tmp_path, "restart", options=("--max-restarts", "1")) as running:
-        assert running.wait() == 0, running.stderr
+        pid = running.until(lambda: notes(tmp_path))[0]["pid"]
         first, second = ((tmp_path / f"deadline_{attempt}").read_text() for attempt in (0, 1))
         assert first == second
-        assert status(tmp_path)["state"] == "finished"
+        os.kill(pid, signal.SIGTERM)
+        assert running.wait() == 1
+        assert status(tmp_path) == stopped("SIGTERM on rank 0", step=1) | {"resumable": True}
+        [saved] = find_checkpoints(tmp_path / "run")
+        assert saved.step == 1 and saved.problem is None
 
 
 @pytest.mark.parametrize("case", ["wait_for_rewards", "hang"])

@@ -20,7 +20,7 @@ from lib.errors import DamagedCheckpoint, UserError
 from lib.model.fsdp import FSDPConfig, load_policy
 from lib.model.networks import ModelConfig
 from lib.model.optim import OptimConfig, build_optimizer
-from tests.ranks import torchrun
+from tests.prefork import prefork
 from tests.tiny import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp's, of no_dist as we ask for it
@@ -39,7 +39,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     path = make_model(folder / "model")
     for ranks, *actions in LAUNCHES:
-        done = torchrun(ranks, "-m", "tests.tensor_files_worker", str(path), str(folder), *actions)
+        done = prefork(ranks, "-m", "tests.tensor_files_worker", str(path), str(folder), *actions)
         assert done.returncode == 0, done.stderr[-3000:]
     return {ranks: folder / str(ranks) for ranks in (1, 2, 3)}
 

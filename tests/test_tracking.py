@@ -1,5 +1,6 @@
 """Claims about the run folder and the terminal. Whole lives of runs happen in processes of their own."""
 
+import copy
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,9 @@ import pytest
 from lib.config.reporting import reporting_errors
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.tracking.console import StartupTimer, format_table, plot_learning_curve
+from lib.tracking.console import StartupTimer, format_table, plot_learning_curve, training_line
 from lib.tracking.run import Run, TrackingConfig
-from lib.tracking.run_folder import read_metrics, step_files
+from lib.tracking.run_folder import read_metrics, read_status, step_files
 from tests.ranks import LIMIT_S, free_port
 
 ROOT = Path(__file__).parent.parent
@@ -402,6 +404,23 @@ def test_wandb_gets_no_secret_in_config_or_name(tmp_path, monkeypatch):
     assert (told["project"], told["name"]) == ("p", "of [HF_TOKEN]")
 
 
+def test_ranks_that_fail_at_one_moment_write_their_status_to_files_of_their_own(tmp_path, monkeypatch):
+    run, fsync = open_run(tmp_path / "r"), os.fsync
+    other = copy.copy(run)
+    other.world, other._lock = replace(SINGLE, rank=1), None
+
+    def after_the_other(file):
+        monkeypatch.setattr(os, "fsync", fsync)
+        other.fail(UserError("of rank 1"))
+        assert outcome(read_status(run.dir))[3] == "error[2] of rank 1"
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", after_the_other)
+    run.fail(UserError("of rank 0"))
+    assert outcome(read_status(run.dir)) == ("failed", 0, False, "error[2] of rank 0")  # the last one
+    assert not list(run.dir.glob(".status*"))
+
+
 @pytest.mark.parametrize("value", ["", "  ", "a\nb"])
 def test_names_must_be_printable(value):
     with pytest.raises(UserError, match=r"--tracking\.wandb-project"):
@@ -429,6 +448,21 @@ def test_the_learning_curve_is_drawn_from_any_history(tmp_path):
     for name, history in histories.items():
         plot_learning_curve(history, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
+
+
+def test_the_line_of_a_step_has_what_is_known_rounded_in_its_unit():
+    row = {
+        "step": 12, "critic/score/mean": 0.41251, "actor/pg_loss": 0.01234, "actor/grad_norm": 0.84321,
+        "critic/vf_explained_var": 0.666, "response_length/mean": 11.24, "timing_s/step": 3.149,
+        "perf/throughput": 1240.4, "perf/total_num_tokens": 99.0,
+    }  # fmt: skip
+    assert training_line(row, 60) == (
+        "step 12/60 | reward 0.413 | loss +0.0123 | grad norm 0.843 | critic explains 0.67 | length 11.2 | 3.1 s | "
+        "1,240 tok/s per rank"
+    )
+    assert training_line({"step": 1, "actor/pg_loss": -0.5, "actor/grad_norm": 1234.5}, 2) == (
+        "step 1/2 | loss -0.5000 | grad norm 1.23e+03"
+    )
 
 
 def test_tables_are_aligned():

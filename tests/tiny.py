@@ -1,5 +1,6 @@
 """Tiny models and scored rollouts for the tests, made on the spot: nothing is downloaded or stored."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -91,3 +92,21 @@ def make_questions(path: Path, *, count: int, start: int) -> None:
             for number in range(start, start + count)
         ],
     )
+
+
+def count_progress(terminal, counts: dict[str, tuple[int, int]]) -> None:
+    """From here on counts[label] is what a progress of the terminal was to count, and what it has counted."""
+    begin = terminal.progress
+
+    @contextmanager
+    def progress(label, total):
+        counts[label] = (total, 0)
+        with begin(label, total) as advance:
+
+            def count():
+                counts[label] = (total, counts[label][1] + 1)
+                advance()
+
+            yield count
+
+    terminal.progress = progress
