@@ -77,7 +77,7 @@ def run_two_ranks(body: str) -> list[dict]:
     port = free_port()
     script = (
         "import json, torch\nfrom lib.dist import init_distributed, shutdown_distributed\n"
-        "from lib.tracking.metrics import Metrics\n"
+        "from lib.algorithms.step_metrics import *\nfrom lib.tracking.metrics import Metrics\n"
         "from tests.test_metrics import BATCH\nworld = init_distributed()\nresult = {}\n"
         f"{textwrap.dedent(body)}\nprint(json.dumps(result))\nshutdown_distributed()\n"
     )

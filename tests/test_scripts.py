@@ -95,7 +95,14 @@ def test_a_run_warns_of_equal_rewards_where_its_advantage_compares_a_prompts_res
         known = {"constant_reward_warning": constant_reward_warning, "run": SimpleNamespace(say=said.append)}
         for ratios in ([1.0, 1.0, 0.9], [1.0, 1.0, 1.0]):
             found[name] = bool(said)
-            exec(code, {**known, "cfg": SimpleNamespace(advantage=advantage), "constant_groups": ratios})
+            exec(
+                code,
+                {
+                    **known,
+                    "cfg": SimpleNamespace(advantage=advantage),
+                    "progress": SimpleNamespace(constant_groups=ratios),
+                },
+            )
             assert not found[name]
         found[name] = len(said) == 1 and said[0].startswith("warning: no signal: 100 % of the groups")
     assert found == WARNS
