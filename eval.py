@@ -19,6 +19,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 
 from lib.config import REQUIRED, parse_cli, reporting_errors
+from lib.data import decode
 from lib.dist import init_distributed, shutdown_distributed
 from lib.engine import RolloutConfig, RolloutEngine, training_sampling
 from lib.errors import UserError, check_fields
@@ -42,7 +43,6 @@ from lib.launch import check_engines, check_same_config, check_same_prompts
 from lib.model import ModelConfig
 from lib.peers import naming_killed_ranks
 from lib.rewards import RewardConfig, Scorer
-from lib.rollouts import decode
 from lib.secret_values import blank
 from lib.tracking.terminal import Terminal
 from lib.types import Sample

@@ -22,8 +22,8 @@ from lib.algorithms import (
     loss_denominator,
     shape_rewards,
     update_metrics,
+    value_loss,
 )
-from lib.algorithms.critic_loss import value_loss
 from lib.config import parse_cli, plug_in, reporting_errors
 from lib.dist import init_distributed, shutdown_distributed
 from lib.engine import Mismatch, names_to_check

@@ -26,7 +26,7 @@ MOVED = {
     "console": "tracking.console",
     "correction": "algorithms.correction",
     "critic": "model.critic_config",
-    "critic_loss": "algorithms.critic_loss",
+    "critic_loss": "algorithms.losses",
     "cudnn_attention": "model.cudnn_attention",
     "curriculum": "data.curriculum",
     "custom_dataset": "data.custom_dataset",
@@ -76,6 +76,8 @@ MOVED = {
 ALSO = {
     "metrics": "what measures a step in lib.algorithms, perf_metrics in lib.model, a validation's metrics in "
     "lib.rollouts.validation_metrics",
+    "critic_loss": "explained_variance in lib.algorithms.step_metrics",
+    "evaluate": "decode in lib.data",
     "weight_sync": "check_log_probs_diff in lib.engine.mismatch",
 }
 """Where other names of a file went that was split."""

@@ -10,7 +10,7 @@ import sys
 import torch
 
 from lib.algorithms.aggregation import aggregate, loss_denominator
-from lib.algorithms.critic_loss import value_loss
+from lib.algorithms.losses import value_loss
 from lib.algorithms.step_metrics import advantage_metrics, data_metrics, update_metrics
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.model.batching import iter_micro_batches, iter_mini_batches, make_batch

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification
 
-from lib.algorithms.critic_loss import value_loss
+from lib.algorithms.losses import value_loss
 from lib.dist import SINGLE
 from lib.errors import UserError
 from lib.model.batching import make_batch

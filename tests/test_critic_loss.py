@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lib.algorithms.critic_loss import explained_variance, value_loss
+from lib.algorithms.losses import value_loss
+from lib.algorithms.step_metrics import explained_variance
 from lib.dist import SINGLE
 from tests.test_advantages import random_step
 

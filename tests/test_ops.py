@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from lib.ops import linear_log_probs, masked_mean, masked_sum
+from lib.model.head import linear_log_probs
+from lib.ops import masked_mean, masked_sum
 
 
 def plain(hidden, weight, labels, temperature):

@@ -15,7 +15,7 @@ __all__, __getattr__ = exports(
     kl="KL_ESTIMATORS KLController KLRewardConfig kl_to_reference",
     losses=(
         "CISPOLoss ClipCovLoss ClipLoss DPPOKLLoss DPPOTVLoss DROLoss GPGLoss GSPOLoss GeoMeanLoss KLCovLoss "
-        "LOSSES PolicyLoss SAPOLoss"
+        "LOSSES PolicyLoss SAPOLoss value_loss"
     ),
     shaping="OverlongConfig shape_rewards",
     terms="EntropyTerm KLTerm LossTerm PolicyTerm",

@@ -447,3 +447,22 @@ def _check(loss: PolicyLoss, **bounds: tuple[float, float]) -> None:
             above = f" above {low}" if math.isfinite(low) else ""
             rule = f"a number{above} and below {high}" if math.isfinite(high) else f"a finite number{above}"
             raise UserError(f"{flag} is out of range; the policy loss; found {value}, expected {rule}; choose one")
+
+
+# ---- The critic ----
+
+
+def value_loss(values: Tensor, batch: Batch, *, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half the squared error to batch.returns (b, t), and what is averaged as vf_clipfrac and vpred_mean, (b, t) and
+    detached.
+
+    The larger of the error of the new values (b, t) and of those moved at most `clip` away from batch.values, the
+    values before the update: so a value gains nothing from going further. 0 and without gradient outside
+    response_mask. The critic's counterpart of PPO's clipped loss (openai/baselines, ppo2).
+    """
+    assert batch.values is not None and batch.returns is not None, "values and returns are computed before the update"
+    new, old, returns = (torch.where(batch.response_mask, it, 0) for it in (values, batch.values, batch.returns))
+    free = (new - returns).square()
+    clipped = (new.clamp(old - clip, old + clip) - returns).square()
+    metrics = {"vf_clipfrac": (clipped > free).float(), "vpred_mean": new.detach()}
+    return 0.5 * torch.maximum(free, clipped), metrics

@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lib.algorithms.critic_loss import explained_variance
 from lib.algorithms.shaping import response_rewards
+from lib.dist import World
+from lib.ops import masked_sum
 from lib.tracking.metrics import Metrics
 from lib.types import Batch
 
@@ -110,3 +111,18 @@ def mismatch_metrics(log_probs: Tensor, batch: Batch, metrics: Metrics) -> None:
     metrics.add_std("training/rollout_probs_diff_std", diff.sum(), diff.square().sum(), count=count)
     metrics.add_max("training/rollout_probs_diff_valid", count > 0)
     metrics.add_sum("training/rollout_log_probs_nonfinite", (batch.response_mask & ~finite).sum())
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, world: World) -> float:
+    """1 - Var(returns - values) / Var(returns) over the True places of all ranks' masks; NaN if returns do not vary.
+
+    All (B, T). 1: the values are the returns up to a constant; 0: a constant would do as well. Executed by all ranks
+    together.
+    """
+    returns = torch.where(mask, returns, 0).double()
+    terms = torch.stack([returns - torch.where(mask, values, 0).double(), returns])  # (2, B, T)
+    sums = world.sum(torch.stack([*(masked_sum(term, mask) for term in terms), mask.sum().double()]))  # (3,)
+    means = sums[:2] / sums[2].clamp(min=1)  # (2,)
+    centred = terms - means[:, None, None]
+    errors, spread = world.sum(torch.stack([masked_sum(term.square(), mask) for term in centred])).tolist()
+    return 1 - errors / spread if spread > 0 else math.nan

@@ -8,5 +8,5 @@ __all__, __getattr__ = exports(
     parquet="Rows read_rows write_rows",
     prompt_stream="PromptStream",
     prompts="DataConfig DataFiles Prompts check_data_files tokenize",
-    tokenizer="load_tokenizer stop_token_ids",
+    tokenizer="decode load_tokenizer stop_token_ids",
 )

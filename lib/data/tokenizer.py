@@ -61,3 +61,8 @@ def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", model_path: str | Path)
             "at least 1; set eos_token in tokenizer_config.json"
         )
     return sorted(ids)
+
+
+def decode(tokenizer: Any, ids: list[int]) -> str:
+    """The text of token ids, without special tokens, as reward functions see it."""
+    return tokenizer.decode(ids, skip_special_tokens=True)

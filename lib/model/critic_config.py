@@ -1,5 +1,5 @@
 """The options of PPO's critic. Its network is in lib/model/networks.py, its passes in lib/model/forward.py, its loss in
-lib/algorithms/critic_loss.py."""
+lib/algorithms/losses.py."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar

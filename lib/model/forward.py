@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lib.dist import World
 from lib.model.batching import micro_batch_rows
+from lib.model.head import Statistic
 from lib.model.networks import CausalPolicy, Critic
-from lib.ops import Statistic
 from lib.types import Batch, to_device
 
 CPU = torch.device("cpu")

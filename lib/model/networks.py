@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lib.dist import World
 from lib.errors import UserError
 from lib.model.attention import PACKED, register_packed_attention
+from lib.model.head import Statistic, linear_log_probs
 from lib.model.host_memory import HostMemory
-from lib.ops import Statistic, linear_log_probs
 from lib.storage.whole_tensors import SafetensorsFolder, ShardsFolder, open_weights
 
 

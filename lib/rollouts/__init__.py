@@ -6,5 +6,5 @@ __all__, __getattr__ = exports(
     __name__,
     collector="Collected Collector",
     saved_rollouts="save_rollouts",
-    validation="EvalConfig decode evaluate",
+    validation="EvalConfig evaluate",
 )

@@ -22,10 +22,10 @@ from lib.algorithms.group_filter import (
     step_groups,
 )
 from lib.data.prompt_stream import PromptStream
+from lib.data.tokenizer import decode
 from lib.dist import World
 from lib.engine.engine import RolloutConfig, RolloutEngine, Sampling, training_sampling
 from lib.rewards.scoring import RewardConfig, Scorer, check_error_rate, error_counts, outgrown_in_words
-from lib.rollouts.validation import decode
 from lib.stopping import Stopper
 from lib.tracking.metrics import Metrics
 from lib.tracking.run import Run

@@ -14,7 +14,7 @@ from typing import Any
 
 from lib.data.prompts import Prompts
 from lib.data.schema import short
-from lib.rollouts.validation import decode
+from lib.data.tokenizer import decode
 from lib.secret_values import blank
 from lib.tracking.run import Run
 from lib.tracking.run_folder import to_json

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lib.data.tokenizer import decode
 from lib.dist import World
 from lib.engine.engine import LOWEST_TEMPERATURE, MAX_GROUP, RolloutConfig, RolloutEngine, Sampling
 from lib.errors import Stopped, UserError, check_fields
@@ -139,11 +140,6 @@ def _sample_and_score(
                         scorer.submit(response, decode(tokenizer, response.response_ids))
                 advance()
         return scorer.collect(stop=stopper.requested)
-
-
-def decode(tokenizer: Any, ids: list[int]) -> str:
-    """The text of token ids, without special tokens, as reward functions see it."""
-    return tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def _as_row(rollout: Rollout, tokenizer: Any, sampling: Sampling) -> dict[str, Any]:

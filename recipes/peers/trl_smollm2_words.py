@@ -16,11 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from lib.config import REQUIRED, parse_cli, reporting_errors
-from lib.data import DataConfig, Prompts, PromptStream, check_data_files, load_tokenizer, stop_token_ids, tokenize
+from lib.data import (
+    DataConfig,
+    Prompts,
+    PromptStream,
+    check_data_files,
+    decode,
+    load_tokenizer,
+    stop_token_ids,
+    tokenize,
+)
 from lib.engine import request_seed
 from lib.errors import UserError
 from lib.rewards.last_number import compute_score
-from lib.rollouts import decode
 from lib.rollouts.validation_metrics import validation_metrics
 from lib.types import Sample
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from lib.ops import linear_log_probs
+from lib.model.head import linear_log_probs
 from tests.ranks import ROOT
 from tests.tiny import make_questions
 
