@@ -20,7 +20,7 @@ from lib.losses import ClipLoss, GPGLoss
 from lib.metrics import Metrics
 from lib.types import Batch
 from tests.correction_worker import CASES, random_batch
-from tests.ranks import torchrun
+from tests.prefork import prefork
 
 NAN, INF = math.nan, math.inf
 DECOUPLED = {name: make() for name, make in CORRECTIONS.items() if not make().bypass}
@@ -419,7 +419,7 @@ def test_reinforce_has_the_gradient_of_minus_weighed_advantage():
 
 
 def test_the_correction_does_not_depend_on_who_has_which_rows(tmp_path):
-    done = torchrun(2, "-m", "tests.correction_worker", str(tmp_path / "out.pt"))
+    done = prefork(2, "-m", "tests.correction_worker", str(tmp_path / "out.pt"))
     assert done.returncode == 0, done.stderr[-3000:]
     batch = random_batch(3, noise=0.5)
     for key, (tensors, numbers) in torch.load(tmp_path / "out.pt").items():

@@ -13,7 +13,7 @@ from lib.fsdp import FSDPConfig, load_policy
 from lib.model import ModelConfig
 from lib.optim import OptimConfig, build_optimizer
 from lib.tensor_files import load_model_, load_optimizer_, model_tensors, optimizer_tensors, own_pieces, write_pieces
-from tests.ranks import torchrun
+from tests.prefork import prefork
 from tests.tiny import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp's, of no_dist as we ask for it
@@ -32,7 +32,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shards")
     path = make_model(folder / "model")
     for ranks, *actions in LAUNCHES:
-        done = torchrun(ranks, "-m", "tests.tensor_files_worker", str(path), str(folder), *actions)
+        done = prefork(ranks, "-m", "tests.tensor_files_worker", str(path), str(folder), *actions)
         assert done.returncode == 0, done.stderr[-3000:]
     return {ranks: folder / str(ranks) for ranks in (1, 2, 3)}
 

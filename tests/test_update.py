@@ -14,7 +14,7 @@ from lib.batching import make_batch
 from lib.dist import SINGLE
 from lib.losses import LOSSES
 from lib.optim import OptimConfig, build_optimizer, moments_to_come, optimizer_step
-from tests.ranks import torchrun
+from tests.prefork import prefork
 from tests.test_forward import reference_log_probs
 from tests.tiny import make_model, make_rollouts
 from tests.update_worker import BUDGETS, CASE_BUDGETS, CASES, MAX_RESPONSE_LEN, near_policies
@@ -28,7 +28,7 @@ def results(tmp_path_factory):
     found = {}
     for num_ranks, flags in ((1, ()), (2, ()), (2, ("recompute",)), (3, ())):
         out = folder / f"{num_ranks}{len(flags)}.pt"
-        done = torchrun(num_ranks, "-m", "tests.update_worker", str(path), str(out), *flags)
+        done = prefork(num_ranks, "-m", "tests.update_worker", str(path), str(out), *flags)
         assert done.returncode == 0, done.stderr[-3000:]
         found[num_ranks, bool(flags)] = torch.load(out)
     return path, found
