@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from lib.storage.checkpoint_folder import checkpoint_path, hash_file, publish, stage
 from merge import MergeConfig, merge
-from tests.ranks import LIMIT_S, ROOT, torchrun
+from tests.prefork import prefork
+from tests.ranks import LIMIT_S, ROOT
 from tests.tiny import make_model, make_tokenizer
 
 LOCKSTEP_MODELS = ("tied", "untied", "critic")
@@ -90,7 +91,7 @@ def checkpoints(models, tmp_path_factory):
         if (kind, num_ranks) not in written:
             out = tmp_path_factory.mktemp(f"{kind}{num_ranks}")
             names = LOCKSTEP_MODELS if kind == "lockstep" else VERL_MODELS
-            done = torchrun(num_ranks, "-m", "tests.merge_worker", kind, str(out), *(str(models / n) for n in names))
+            done = prefork(num_ranks, "-m", "tests.merge_worker", kind, str(out), *(str(models / n) for n in names))
             assert done.returncode == 0, done.stderr[-3000:]
             written[kind, num_ranks] = out
         return written[kind, num_ranks]

@@ -101,8 +101,13 @@ def _close() -> None:
 
 def serve(libraries: tuple[str, ...]) -> list[str]:
     """Answers launches until standard input ends, then ends the process. Returns in a rank: the words that it is."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what libraries say is no answer
     for name in libraries:
         importlib.import_module(name)
+    sys.stdout.flush()
+    os.dup2(answers, 1)
+    os.close(answers)
     gc.collect()
     gc.freeze()  # so that no fork copies what its collector would look at
     for line in sys.stdin:

@@ -28,6 +28,7 @@ from lib.stopping import Stopper
 from lib.tracking.metrics import Metrics
 from lib.tracking.run import Run, TrackingConfig
 from tests.ranks import ROOT
+from tests.tiny import count_progress
 
 NUM_ALONE = 24
 """Prompts that one rank also samples one by one."""
@@ -162,7 +163,8 @@ def run_case(case, engine, policy, tokenizer, prompts, run, world):
         n=case.n, max_response_len=RESPONSE_LEN, temperature=0.9, partial_share=case.partial_share,
         max_continued=case.max_continued, tensor_model_parallel_size=engine.tp_size,
     )  # fmt: skip
-    steps = []
+    steps, counts = [], {}
+    count_progress(run.terminal, counts)
     with closing(Scorer(reward, {"test"})) as scorer:
         collector = Collector(
             engine, scorer, stream, tokenizer, rollout=rollout, reward=reward, filter_groups=case.filter_groups,
@@ -178,6 +180,8 @@ def run_case(case, engine, policy, tokenizer, prompts, run, world):
                 break
             steps.append(describe(collected, collector, metrics, policy, world))
             steps[-1]["drawn"] = stream.num_drawn
+            steps[-1]["progress"] = world.gather(list(counts.values()))
+            counts.clear()
             with open(run.log_file) as file:
                 file.seek(log)
                 steps[-1]["said"] = file.read().splitlines()

@@ -12,6 +12,7 @@ from lib.errors import UserError
 from lib.storage.checkpoint_folder import find_checkpoints, verify
 from lib.tracking.run_folder import read_metrics, read_status
 from tests.checkpoint_worker import config, train
+from tests.prefork import prefork
 from tests.ranks import torchrun
 from tests.tiny import make_model, make_tokenizer
 
@@ -112,7 +113,7 @@ def ranks(model, straight, tmp_path_factory):
     def run(num_ranks, where, num_steps, *words):
         words = ("--run-dir", where, "--num-steps", num_steps, *KEEP_ALL, *words)
         out = folder / f"{where.name}{num_steps}.pt"
-        done = torchrun(num_ranks, "-m", "tests.checkpoint_worker", *map(str, (model, out, *words)))
+        done = prefork(num_ranks, "-m", "tests.checkpoint_worker", *map(str, (model, out, *words)))
         assert done.returncode == 0, done.stdout + done.stderr[-3000:]
         return torch.load(out), done.stdout
 
@@ -235,11 +236,11 @@ def test_a_rank_without_memory_for_a_copy_makes_all_wait_for_saves_and_ends_no_r
 def test_a_run_that_fails_on_all_ranks_first_ends_the_save_that_is_under_way(model, tmp_path):
     run = tmp_path / "run"
     words = ("--run-dir", run, "--num-steps", 6, *KEEP_ALL, "--checkpoint.async-save", "True", "broken=3:1")
-    done = torchrun(2, "-m", "tests.checkpoint_worker", *map(str, (model, tmp_path / "out.pt", *words)))
+    done = prefork(2, "-m", "tests.checkpoint_worker", *map(str, (model, tmp_path / "out.pt", *words)))
     assert done.returncode != 0 and "error[4] the reward function failed" in done.stderr, done.stderr[-3000:]
     assert steps(run) == [2] and not list(run.glob(".tmp-*"))
     status = read_status(run)
     assert (status["state"], status["resumable"]) == ("failed", True)
     words = (*words, "--run-dir", tmp_path / "full", "full=2:1")
-    done = torchrun(2, "-m", "tests.checkpoint_worker", *map(str, (model, tmp_path / "out.pt", *words)))
+    done = prefork(2, "-m", "tests.checkpoint_worker", *map(str, (model, tmp_path / "out.pt", *words)))
     assert "warning: no checkpoint at step 2: no space" in done.stdout and "training goes on" not in done.stdout

@@ -22,7 +22,7 @@ from lib.model.optim import build_optimizer, optimizer_step
 from lib.ops import masked_mean
 from lib.storage.model_folder import ModelFiles, check_critic_files, critic_shapes
 from tests.critic_worker import BUDGETS, CLIP, with_targets
-from tests.ranks import torchrun
+from tests.prefork import prefork
 from tests.tiny import make_model, make_rollouts
 
 LAYOUTS = [(1, False), (2, False), (2, True)]
@@ -201,7 +201,7 @@ def results(tmp_path_factory):
     path, found = make_value_model(folder), {}
     for num_ranks, recompute in LAYOUTS:
         out = folder / f"{num_ranks}{recompute}.pt"
-        done = torchrun(num_ranks, "-m", "tests.critic_worker", str(path), str(out), *["recompute"] * recompute)
+        done = prefork(num_ranks, "-m", "tests.critic_worker", str(path), str(out), *["recompute"] * recompute)
         assert done.returncode == 0, done.stderr[-3000:]
         found[num_ranks, recompute] = torch.load(out)
     return path, found

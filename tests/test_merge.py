@@ -31,7 +31,8 @@ from tests.merge_checkpoints import (  # noqa: F401 (fixtures)
     write_pieces,
 )
 from tests.merge_worker import IDS
-from tests.ranks import LIMIT_S, ROOT, torchrun
+from tests.prefork import prefork
+from tests.ranks import LIMIT_S, ROOT
 
 # ---- The weights ----
 
@@ -302,7 +303,7 @@ def test_a_layout_that_is_not_fsdps_is_refused(tmp_path):
         "x = DTensor.from_local(torch.ones(4, 2), mesh, placements, run_check=False)\n"
         "torch.save({'x': x}, sys.argv[1] + '/model_world_size_1_rank_0.pt')\n"
     )
-    assert torchrun(1, str(worker), str(tmp_path)).returncode == 0
+    assert prefork(1, str(worker), str(tmp_path)).returncode == 0
     from lib.storage.verl_shards import read_verl_shards
 
     with pytest.raises(UserError, match="_StridedShard"):

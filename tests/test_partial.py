@@ -6,13 +6,14 @@ from vLLM's own generate on the prompt with what the response had when it was in
 
 import json
 import math
+from itertools import pairwise
 
 import pytest
 
 from lib.data.tokenizer import load_tokenizer
 from lib.tracking.run import read_metrics
 from tests import sampling_rewards
-from tests.ranks import torchrun
+from tests.prefork import prefork
 from tests.sampling_worker import MANY_STOP_IDS, PARTIAL_CASES, RESPONSE_LEN
 from tests.test_sampling import DOCUMENTED, options
 from tests.tiny import make_model, make_questions, make_tokenizer
@@ -39,7 +40,8 @@ def found(folder):
     results = {}
     for layout, (num_ranks, tp_size) in LAYOUTS.items():
         out = folder / f"{num_ranks}{tp_size}.json"
-        done = torchrun(num_ranks, "-m", "tests.sampling_worker", str(folder), str(out), str(tp_size), *PARTIAL_CASES)
+        words = ("-m", "tests.sampling_worker", str(folder), str(out), str(tp_size), *PARTIAL_CASES)
+        done = prefork(num_ranks, *words, vllm=True)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         results[layout] = json.loads(out.read_text())
     return results
@@ -107,6 +109,18 @@ def test_a_group_trains_once_whole_in_the_step_in_which_its_last_response_ends(f
             assert by_uid.keys() == (was_open | set(range(step["drawn"]))) - still_open - (trained - by_uid.keys())
         was_open = still_open
     assert len(trained) > case.prompts_per_step
+
+
+@pytest.mark.parametrize(("layout", "name"), RUNS)
+def test_the_progress_of_sampling_counts_every_response_that_ends(found, layout, name):
+    case, num_replicas = PARTIAL_CASES[name], LAYOUTS[layout][0] // LAYOUTS[layout][1]
+    for before, step in pairwise([{"drawn": 0, "unfinished": [[], []]}, *found[layout]["cases"][name]]):
+        if case.filter_groups.enable:
+            continue  # several rounds a step
+        num_new = (step["drawn"] - before["drawn"]) // num_replicas
+        for rank, [(total, done)] in enumerate(step["progress"]):
+            older, left = (len(one["unfinished"][rank]) for one in (before, step))
+            assert total == older + num_new * (case.n + case.with_greedy) and done == total - left > 0
 
 
 @pytest.mark.parametrize(("layout", "name"), RUNS)
@@ -208,7 +222,7 @@ def test_a_run_learns_from_interrupted_responses(folder):
         folder, "run", "--num-steps", "4", "--eval.every", "0", "--rollout.partial-share", "0.6", "--reward.name",
         "of_all", "--mini-batch-size", "16",
     )  # fmt: skip
-    done = torchrun(2, *words)
+    done = prefork(2, *words, vllm=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     first, *others = read_metrics(folder / "run")[1:]
     assert "step 1/4: no group has all its responses yet: the step is skipped" in done.stdout
@@ -240,5 +254,5 @@ def test_a_run_learns_from_interrupted_responses(folder):
     ],
 )
 def test_what_cannot_go_together_is_refused(folder, words, said):
-    done = torchrun(1, *options(folder, "refused", *words))
+    done = prefork(1, *options(folder, "refused", *words))
     assert said in done.stdout + done.stderr and not (folder / "refused").exists()

@@ -1,10 +1,15 @@
-"""train_ppo.py with real engines under torchrun: a critic's warm-up, what is compared in it, and wrong input."""
+"""train_ppo.py with real engines, once under torchrun: a critic's warm-up, what is compared in it, and wrong input."""
+
+from functools import partial
 
 import pytest
 
 from lib.tracking.run_folder import read_metrics
+from tests.prefork import prefork
 from tests.ranks import torchrun
 from tests.tiny import make_model, make_questions, make_tokenizer
+
+FORKED = partial(prefork, vllm=True)
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +22,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def ppo(folder, run, *more):
+def ppo(folder, run, *more, launch=FORKED):
     """A finished run of 3 steps on 2 ranks, in the first of which only the critic learns."""
-    return torchrun(
+    return launch(
         2, "train_ppo.py", "--model.path", str(folder / "model"), "--data.train-files", str(folder / "train.parquet"),
         "--data.max-prompt-len", "24", "--rollout.max-response-len", "12", "--rollout.n", "2", "--prompts-per-step",
         "8", "--mini-batch-size", "16", "--max-tokens-per-gpu", "80", "--num-steps", "3", "--optim.lr", "1e-3",
@@ -31,7 +36,7 @@ def ppo(folder, run, *more):
 @pytest.fixture(scope="module")
 def steps(folder):
     """The metrics of each step."""
-    done = ppo(folder, "run")
+    done = ppo(folder, "run", launch=torchrun)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "critic explains" in done.stdout
     return [row for row in read_metrics(folder / "run") if row["step"] > 0]
@@ -92,7 +97,7 @@ def test_in_a_branch_a_rejection_of_every_response_does_not_hide_the_comparison(
     ],
 )
 def test_wrong_input_ends_both_ranks_with_one_line(folder, words, said):
-    done = ppo(folder, "wrong", *words)
+    done = ppo(folder, "wrong", *words, launch=prefork)
     assert done.returncode != 0 and not (folder / "wrong").exists()
     lines = [line for line in done.stderr.splitlines() if line.startswith("error[")]
     assert len(lines) == 1 and lines[0].startswith("error[2] ") and said in lines[0], done.stderr[-2000:]

@@ -9,8 +9,6 @@ import math
 import re
 import statistics
 import string
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -24,7 +22,8 @@ from lib.rollouts.collector import _with_greedy_score
 from lib.tracking.run_folder import read_metrics
 from lib.types import Score
 from tests import sampling_rewards
-from tests.ranks import LIMIT_S, ROOT, torchrun
+from tests.prefork import prefork
+from tests.ranks import ROOT
 from tests.sampling_worker import CASES, CURRICULUM_CASES, NUM_ALONE
 from tests.tiny import make_model, make_questions, make_rollouts, make_tokenizer
 
@@ -48,7 +47,8 @@ def found(tmp_path_factory):
         out = folder / f"{num_ranks}{tp_size}.json"
         names = [name for of_layout, name in RUN if of_layout == layout]
         names += CURRICULUM_CASES if tp_size == 1 else ()
-        done = torchrun(num_ranks, "-m", "tests.sampling_worker", str(folder), str(out), str(tp_size), *names)
+        words = ("-m", "tests.sampling_worker", str(folder), str(out), str(tp_size), *names)
+        done = prefork(num_ranks, *words, vllm=True)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         results[layout] = json.loads(out.read_text())
     return results
@@ -123,6 +123,14 @@ def test_responses_and_scores_are_those_of_the_prompt_alone(found, layout, name)
                 assert (ours["ids"], ours["score"], ours["greedy"]) == (ids, score, greedy)
                 assert (ours["error"] is not None) == error
                 assert ours["log_probs"] == pytest.approx(log_probs, abs=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["1 rank", "2 ranks"])
+@pytest.mark.parametrize("name", [name for name in REPEATABLE if not CASES[name].filter_groups.enable])
+def test_the_progress_of_sampling_counts_every_prompt_once_and_once_for_its_baseline(found, layout, name):
+    for step, drawn in steps_with_reference(found, layout, name):
+        expected = len(drawn) // LAYOUTS[layout][0] * (1 + CASES[name].with_greedy)
+        assert step["progress"] == [[[expected, expected]]] * LAYOUTS[layout][0]
 
 
 @pytest.mark.parametrize("layout", ["1 rank", "2 ranks"])
@@ -369,7 +377,7 @@ def short_steps(files):
         "--filter-groups.max-rounds", "2", "--advantage", "remax", "--kl-reward.coef", "0.05", "--kl-reward.target",
         "1e-6", "--kl-reward.horizon", "16", "--overlong.buffer-len", "4", "--correction", "decoupled_geo_rs_token_tis",
     )  # fmt: skip
-    done = torchrun(2, *words)
+    done = prefork(2, *words, vllm=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done, files / "short", {row["step"]: row for row in read_metrics(files / "short")}
 
@@ -435,8 +443,7 @@ MATRIX = {
 
 def run_alone(files, run, *more, script="train_grpo.py"):
     """The finished command in one process, and its metrics."""
-    command = [sys.executable, *options(files, run, *more, script=script)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    done = prefork(0, *options(files, run, *more, script=script), vllm=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = read_metrics(files / run)
     check_documented(rows)
