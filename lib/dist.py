@@ -181,11 +181,11 @@ def _wait_for_gloo() -> None:
     After a collective such a thread frees its tensors, and where Python has known them it needs Python's lock. From an
     ending interpreter it gets no lock: the process aborts, and a run that has finished seems to have failed
     (https://github.com/pytorch/pytorch/issues/190489). Destroying the groups ends the threads only where nothing holds
-    them any more; a DeviceMesh does. The pauses give the lock away; three rests in a row, because a thread that waits
-    for it looks as if it rested until it is handed over.
+    them any more; a DeviceMesh does. The pauses give the lock away; ten rests in a row, because a thread that waits for
+    it looks as if it rested until it is handed over, on a busy machine several times.
     """
     deadline, rests = time.monotonic() + REST_TIMEOUT_S, 0
-    while rests < 3 and (states := _gloo_states()) and time.monotonic() < deadline:
+    while rests < 10 and (states := _gloo_states()) and time.monotonic() < deadline:
         rests = rests + 1 if states == {"S"} else 0
         time.sleep(0.002)
 
