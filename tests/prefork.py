@@ -59,6 +59,8 @@ class Launch:
     stderr: str
 
 
+OF_IMAGES = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+"""What libraries read when they are imported: what lib/dist.py sets on a CPU before that."""
 _images: dict[bool, subprocess.Popen] = {}
 
 
@@ -71,7 +73,7 @@ def prefork(num_ranks: int, *words: str, cwd: Path = ROOT, vllm: bool = False, *
     if image is None or image.poll() is not None:
         image = _images[vllm] = subprocess.Popen(
             [sys.executable, "-m", "tests.prefork", *["vllm"] * vllm], cwd=ROOT, start_new_session=True, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | OF_IMAGES,
         )  # fmt: skip
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
         launch = {
