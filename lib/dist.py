@@ -181,24 +181,26 @@ def _wait_for_gloo() -> None:
     After a collective such a thread frees its tensors, and where Python has known them it needs Python's lock. From an
     ending interpreter it gets no lock: the process aborts, and a run that has finished seems to have failed
     (https://github.com/pytorch/pytorch/issues/190489). Destroying the groups ends the threads only where nothing holds
-    them any more; a DeviceMesh does. The pauses give the lock away; ten rests in a row, because a thread that waits for
-    it looks as if it rested until it is handed over, on a busy machine several times.
+    them any more; a DeviceMesh does. A pause gives the lock away, which wakes a thread that waits for it: so all rest
+    where none has moved in several pauses.
     """
-    deadline, rests = time.monotonic() + REST_TIMEOUT_S, 0
-    while rests < 10 and (states := _gloo_states()) and time.monotonic() < deadline:
-        rests = rests + 1 if states == {"S"} else 0
+    deadline, rests, before = time.monotonic() + REST_TIMEOUT_S, 0, None
+    while rests < 3 and (threads := _gloo_threads()) and time.monotonic() < deadline:
+        all_sleep = all(state == "S" for state, _ in threads.values())
+        rests, before = rests + 1 if all_sleep and threads == before else 0, threads
         time.sleep(0.002)
 
 
-def _gloo_states() -> set[str]:
-    """The states of this process's Gloo threads, as Linux names them: S sleeps, R runs or waits for a processor."""
-    states = set()
-    for task in Path("/proc/self/task").glob("*/stat"):
+def _gloo_threads() -> dict[str, tuple[str, str]]:
+    """{id: (state, how often it has waited)} of this process's Gloo threads, as Linux notes them: S sleeps, R runs or
+    waits for a processor."""
+    threads = {}
+    for task in Path("/proc/self/task").glob("*/status"):
         with suppress(OSError):  # it has ended
-            text = task.read_text()  # 1989 (pt_gloo_runloop) S ...
-            if f"({GLOO_THREAD})" in text:
-                states.add(text.rpartition(")")[2].split()[0])
-    return states
+            noted = dict(line.split(":\t", 1) for line in task.read_text().splitlines() if ":\t" in line)
+            if noted["Name"] == GLOO_THREAD:
+                threads[task.parent.name] = (noted["State"][0], noted["voluntary_ctxt_switches"])
+    return threads
 
 
 def _read_launch_environment() -> tuple[int, int, int]:

@@ -92,7 +92,11 @@ def test_the_table_weighs_difficulties_as_the_mixture_does(tmp_path):
     ]
 
 
-def test_what_is_not_finished_in_time_is_stopped(tmp_path):
-    sleeping = [sys.executable, "-c", "import time; print('began', flush=True); time.sleep(600)"]
-    smollm2_runs.run_all([("a", sleeping), ("b", [sys.executable, "-c", "print(1)"])], tmp_path, time.monotonic() + 2)
-    assert (tmp_path / "b.log").read_text() == "1\n"
+def test_a_run_starts_when_the_one_before_has_metrics_and_what_is_not_finished_in_time_is_stopped(tmp_path):
+    (tmp_path / "a").mkdir()
+    sleeping = f"import time; time.sleep(1); open({str(tmp_path / 'a/metrics.jsonl')!r}, 'w'); time.sleep(600)"
+    looking = f"import os; print(os.path.exists({str(tmp_path / 'a/metrics.jsonl')!r}))"
+    lot = [("a", [sys.executable, "-c", sleeping]), ("b", [sys.executable, "-c", looking])]
+    start = time.monotonic()
+    smollm2_runs.run_all(lot, tmp_path, start + 6)
+    assert (tmp_path / "b.log").read_text() == "True\n" and time.monotonic() - start < 60

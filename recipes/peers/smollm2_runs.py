@@ -8,7 +8,8 @@
     python -m recipes.peers.smollm2_runs --what table                                   # of all that is there
 
 What is not finished after the minutes is told to stop: it saves, and goes on when the same command is started again.
-Runs that share a GPU say nothing of its speed; `beside` has it to itself.
+Runs that share a GPU have a smaller engine and smaller micro-batches each, and say nothing of its speed; `beside` has
+it to itself.
 """
 
 import os
@@ -31,7 +32,11 @@ from lib.tracking.console import format_table
 
 SHARES = dict(zip(DIFFICULTIES, (0.3, 0.3, 0.2, 0.2, 0.0), strict=True))
 """Of the mixture that is trained; recipes/prepare_arithmetic_words.py."""
-SETTINGS = ({"lr": 3e-6}, {"lr": 1e-5}, {"lr": 3e-5}, {"lr": 1e-4}, {"lr": 3e-5, "n": 16})
+SETTINGS = (
+    *({"--optim.lr": lr} for lr in (1e-5, 3e-5, 1e-4, 3e-6)),
+    {"--optim.lr": 3e-5, "--rollout.n": 16, "--mini-batch-size": 1024},
+)
+SHARED = {"--rollout.gpu-memory-utilization": 0.12, "--max-tokens-per-gpu": 8192}  # of five runs, 25 GiB each
 STOP_S = 60.0  # to save, after SIGTERM
 
 
@@ -72,17 +77,17 @@ def commands(cfg: RunsConfig) -> list[list[tuple[str, list[str]]]]:
     """Lots of (name, command); a lot runs at once, one lot after the other."""
     if cfg.what == "search":
         return [[
-            ours(cfg, f"lr_{each['lr']:g}_n_{each.get('n', 8)}", port=29600 + place, **{"--optim.lr": each["lr"]},
-                 **({"--rollout.n": 16, "--mini-batch-size": 1024} if "n" in each else {}))
+            ours(cfg, f"lr_{each['--optim.lr']:g}_n_{each.get('--rollout.n', 8)}", port=29600 + place, **SHARED, **each)
             for place, each in enumerate(SETTINGS)
         ]]  # fmt: skip
     if cfg.what == "seeds":
-        lot = [ours(cfg, f"seed{seed}", port=29600 + seed, **{"--seed": seed}) for seed in range(3)]
-        control = {"--reward.path": "recipes/permuted_words.py"}
+        lot = [ours(cfg, f"seed{seed}", port=29600 + seed, **SHARED, **{"--seed": seed}) for seed in range(3)]
+        control = SHARED | {"--reward.path": "recipes/permuted_words.py"}
         return [[*lot, ours(cfg, "control", port=29603, **control)]]
     if cfg.what == "siblings":
         names = ("ppo", "dapo", "dr_grpo")
-        return [[ours(cfg, name, recipe=name, port=29600 + i, **{"--seed": cfg.seed}) for i, name in enumerate(names)]]
+        shared = SHARED | {"--seed": cfg.seed}
+        return [[ours(cfg, name, recipe=name, port=29600 + place, **shared) for place, name in enumerate(names)]]
     if cfg.what == "beside":
         name, command = ours(cfg, f"beside_ours{cfg.seed}", port=29600, **{"--seed": cfg.seed})
         peer = [sys.executable, "-m", "recipes.peers.trl_smollm2_words", "--like", f"{cfg.out}/{name}"]
@@ -91,12 +96,21 @@ def commands(cfg: RunsConfig) -> list[list[tuple[str, list[str]]]]:
 
 
 def run_all(lot: Sequence[tuple[str, list[str]]], out: Path, deadline: float) -> None:
-    """Runs a lot's commands at once; what is not finished at the deadline gets SIGTERM, then SIGKILL."""
+    """Runs a lot's commands at once; what is not finished at the deadline gets SIGTERM, then SIGKILL.
+
+    One starts when the one before has written its first metrics: an engine that starts measures the GPU's memory, and
+    would take for its own what another allocates meanwhile.
+    """
     out.mkdir(parents=True, exist_ok=True)
     running = {}
     for name, command in lot:
+        since, metrics = time.time(), out / name / "metrics.jsonl"
         with (out / f"{name}.log").open("a") as log:
             running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        while running[name].poll() is None and time.monotonic() < deadline:
+            if metrics.exists() and metrics.stat().st_mtime > since:
+                break
+            time.sleep(0.5)
     while any(each.poll() is None for each in running.values()) and time.monotonic() < deadline:
         time.sleep(1)
     for number in (signal.SIGTERM, signal.SIGKILL):
