@@ -20,7 +20,7 @@ from lib.dist import World, init_distributed
 from lib.engine.engine import RolloutConfig, RolloutEngine, Sampling
 from lib.errors import Stopped
 from lib.rewards.scoring import RewardConfig, Scorer
-from lib.stopping import POLL_S, STOP_SIGNALS, Stopper
+from lib.stopping import POLL_S, SIGACTION_BYTES, STOP_SIGNALS, Stopper
 from lib.tracking.run import Run, TrackingConfig
 from lib.types import Rollout, Sample
 from tests.ranks import LIMIT_S
@@ -61,11 +61,17 @@ def wait_for_another_after_a_compiler(folder, world, stopper, run):
     libc = ctypes.CDLL(None)
     nothing = ctypes.cast(libc.abs, ctypes.c_void_p)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    ours, stopper._ours = stopper._ours, {}  # held back, or the watcher puts a handler back before the signal is sent
+    time.sleep(3 * POLL_S)
     for number in STOP_SIGNALS:
         libc.signal(number, nothing)
         os.kill(os.getpid(), number)  # is swallowed
     time.sleep(3 * POLL_S)
     assert not stopper.requested()
+    stopper._ours = ours
+    now = ctypes.create_string_buffer(SIGACTION_BYTES)  # its first eight bytes are the handler
+    while any(libc.sigaction(number, None, now) or now.raw[:8] != ours[number].raw[:8] for number in ours):
+        time.sleep(0.05)
     wait_for_another(folder, world, stopper, run)
 
 
