@@ -29,7 +29,7 @@ config = PPOConfig(
     mini_batch_size=512,
     max_tokens_per_gpu=32768,
     num_steps=200,
-    optim=OptimConfig(lr=1e-5),
+    optim=OptimConfig(lr=3e-5),
     eval=EvalConfig(every=20, n=4, temperature=1.0, with_greedy=True),
     run_dir="runs/ppo_smollm2_words",
 )

@@ -5,6 +5,7 @@ import torch
 
 from lib.dist import SINGLE, World
 from lib.engine.engine import RolloutConfig, RolloutEngine
+from lib.errors import UserError
 from lib.model.fsdp import update_bytes
 from lib.model.networks import CausalPolicy, Critic
 
@@ -68,3 +69,17 @@ def test_an_engine_stays_where_it_and_a_reserve_fit_unless_it_was_told(monkeypat
     engine.sleeps = sleep is not False
     engine.decide_to_stay(spare_bytes)
     assert engine.sleeps == sleeps
+
+
+def test_memory_that_another_process_gives_back_while_an_engine_starts_is_told(monkeypatch):
+    """vLLM's words, as they came on a GPU that several runs shared; on a CPU it measures nothing."""
+
+    def build(*_):
+        raise AssertionError("Error in memory profiling. Initial free memory 73.32 GiB, current free memory 79.68 GiB.")
+
+    monkeypatch.setattr("lib.engine.engine.build_llm", build)
+    with pytest.raises(UserError, match=r"found Error in memory profiling.* 79\.68 GiB\.; start again"):
+        RolloutEngine(
+            RolloutConfig(), "", dtype="bfloat16", max_prompt_len=1, most_responses=1, stop_token_ids=[], world=SINGLE,
+            seed=0,
+        )  # fmt: skip

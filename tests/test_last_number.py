@@ -2,16 +2,19 @@
 
 from collections import Counter
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
+from lib.algorithms.advantages import GroupAdvantage
 from lib.data.parquet import read_rows
+from lib.dist import SINGLE
 from lib.errors import UserError
 from lib.rewards.last_number import DIFFICULTIES, PREFIX, compute_score, write_answer
 from lib.rewards.scoring import GRADERS
-from recipes import permuted_words
+from recipes import permuted_smollm2_words
 from recipes.prepare_arithmetic_words import SHARES, WordsConfig, main, make_rows, split_pairs
+from tests.test_advantages import make_batch
 
 
 @pytest.mark.parametrize(
@@ -111,13 +114,16 @@ def test_a_wrong_number_of_problems_is_refused(words):
 # ---- The control ----
 
 
-def test_the_control_pays_for_other_responses_and_validates_truly():
-    """Three of four responses are right. What is paid does not know which, and is as often 1."""
-    truth = [float(place % 4 > 0) for place in range(8000)]
-    paid = [permuted_words.compute_score("", f"{t:g}", 1, {"split": "train"})["score"] for t in truth]
-    assert {permuted_words.compute_score("", f"{t:g}", 1, {"split": "val"})["score"] for t in truth[1:4]} == {1.0}
-    settled = slice(permuted_words.BLOCK, None)
-    mean, rate = np.mean(paid[settled]), np.mean(truth)
-    assert mean == pytest.approx(rate, abs=0.02)
-    assert abs(np.corrcoef(paid[settled], truth[settled])[0, 1]) < 0.04
-    assert permuted_words.compute_score("", "1", 1, {"split": "train"})["acc"] == 1.0  # what is true is still counted
+def test_the_control_pays_other_responses_as_much_and_knows_neither_who_was_right_nor_who_was_short():
+    """Short responses are right, long ones wrong: what GRPO pays follows both, what the control pays neither."""
+    right = torch.arange(8000) % 4 > 0
+    lens = torch.where(right, 5, 50)
+    mask = torch.arange(50) < lens[:, None]
+    step = make_batch(right.float(), torch.arange(8000) // 8, torch.ones(8000, dtype=torch.bool), mask)
+    paid = permuted_smollm2_words.PermutedAdvantage()(step, SINGLE)[0][:, 0]
+    real = GroupAdvantage()(step, SINGLE)[0][:, 0]
+    assert float(torch.corrcoef(torch.stack([real, right.float()]))[0, 1]) > 0.99
+    assert abs(float(torch.corrcoef(torch.stack([paid, right.float()]))[0, 1])) < 0.04  # 3.6 standard errors
+    assert paid.unique().numel() > 4 and abs(float(paid.mean())) < 1e-3
+    again = permuted_smollm2_words.PermutedAdvantage()(step, SINGLE)[0][:, 0]
+    assert torch.equal(paid, again)

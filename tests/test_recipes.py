@@ -29,7 +29,7 @@ from tests.ranks import LIMIT_S, ROOT, torchrun
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "remax", "ppo")
 FULL_SIZE = [f"{name}_qwen3_1_7b_gsm8k" for name in ALGORITHMS]
 TINY = [*(f"{name}_tiny_arithmetic" for name in ALGORITHMS), "example_custom_everything"]
-SMALL = [f"{name}_smollm2_words" for name in ("grpo", "dr_grpo", "dapo", "ppo")]
+SMALL = [f"{name}_smollm2_words" for name in ("grpo", "dr_grpo", "dapo", "ppo", "permuted")]
 RANKS = dict.fromkeys(FULL_SIZE, 8) | dict.fromkeys(TINY, 2) | dict.fromkeys(SMALL, 1)
 ACCURACY = "val-core/arithmetic/acc/mean@1"
 

@@ -195,6 +195,13 @@ class RolloutEngine:
                 self._llm = build_llm(
                     cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self.sleeps, name
                 )
+            except AssertionError as error:
+                if "memory profiling" not in str(error):
+                    raise
+                raise UserError(
+                    f"another process gave GPU memory back while the engine measured it; rank {world.rank}; found "
+                    f"{' '.join(str(error).split())[:120]}; start again when no other run begins or ends on this GPU"
+                ) from error
             except ValueError as error:  # how vLLM says that its settings fit neither the memory nor the model
                 memory = "gpu_memory_utilization" if self.on_gpu else "cpu_kv_cache_gib"
                 raise UserError(

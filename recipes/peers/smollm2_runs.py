@@ -1,11 +1,12 @@
 """Runs of the smollm2_words recipes, several at a time on one GPU, and a table of their curves.
 
     python -m recipes.smollm2_from_package && python -m recipes.prepare_arithmetic_words
-    python -m recipes.peers.smollm2_runs --what search --minutes 5 --num-steps 60       # five settings at once
-    python -m recipes.peers.smollm2_runs --what seeds --minutes 9 --lr 1e-5             # seeds 0 to 2, and the control
-    python -m recipes.peers.smollm2_runs --what siblings --minutes 9 --lr 1e-5 --num-steps 100
-    python -m recipes.peers.smollm2_runs --what beside --minutes 9 --lr 1e-5 --num-steps 60    # ours, then TRL, alone
+    python -m recipes.peers.smollm2_runs --what search --minutes 5 --num-steps 40       # five settings at once
+    python -m recipes.peers.smollm2_runs --what seeds --minutes 9                       # seeds 0 to 2, and the control
+    python -m recipes.peers.smollm2_runs --what siblings --minutes 9 --num-steps 100
+    python -m recipes.peers.smollm2_runs --what beside --minutes 9 --num-steps 60       # ours, then TRL, alone
     python -m recipes.peers.smollm2_runs --what table                                   # of all that is there
+    python -m recipes.peers.smollm2_runs --what picture                                 # docs/smollm2.png
 
 What is not finished after the minutes is told to stop: it saves, and goes on when the same command is started again.
 Runs that share a GPU have a smaller engine and smaller micro-batches each, and say nothing of its speed; `beside` has
@@ -37,6 +38,7 @@ SETTINGS = (
     {"--optim.lr": 3e-5, "--rollout.n": 16, "--mini-batch-size": 1024},
 )
 SHARED = {"--rollout.gpu-memory-utilization": 0.12, "--max-tokens-per-gpu": 8192}  # of five runs, 25 GiB each
+MARKERS = "os^"  # of seeds 0 to 2
 STOP_S = 60.0  # to save, after SIGTERM
 
 
@@ -44,13 +46,13 @@ STOP_S = 60.0  # to save, after SIGTERM
 class RunsConfig:
     """Which runs, and for how long."""
 
-    what: Literal["search", "seeds", "siblings", "beside", "table"] = "table"
+    what: Literal["search", "seeds", "siblings", "beside", "table", "picture"] = "table"
     """search: learning rates; seeds: three, and the control; siblings: PPO, DAPO, Dr. GRPO; beside: ours, then TRL."""
     minutes: float = 9.0
     """Minutes after which all that still runs is told to stop."""
     num_steps: int = 200
     """Steps of each run."""
-    lr: float = 1e-5
+    lr: float = 3e-5
     """Learning rate, but for the search."""
     seed: int = 0
     """Seed of siblings and of ours beside TRL."""
@@ -82,8 +84,7 @@ def commands(cfg: RunsConfig) -> list[list[tuple[str, list[str]]]]:
         ]]  # fmt: skip
     if cfg.what == "seeds":
         lot = [ours(cfg, f"seed{seed}", port=29600 + seed, **SHARED, **{"--seed": seed}) for seed in range(3)]
-        control = SHARED | {"--reward.path": "recipes/permuted_words.py"}
-        return [[*lot, ours(cfg, "control", port=29603, **control)]]
+        return [[*lot, ours(cfg, "control", recipe="permuted", port=29603, **SHARED)]]
     if cfg.what == "siblings":
         names = ("ppo", "dapo", "dr_grpo")
         shared = SHARED | {"--seed": cfg.seed}
@@ -158,9 +159,47 @@ def table(out: Path) -> str:
     return format_table(["run", "step", "T=1", "greedy", *DIFFICULTIES, "s per step", "mismatch"], rows)
 
 
+def draw(out: Path, path: Path) -> None:
+    """Writes a picture: the accuracy of seeds and control over steps, ours beside TRL's over seconds of training."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves = {folder.parent.name: read_metrics(folder.parent) for folder in sorted(out.glob("*/metrics.jsonl"))}
+    style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
+    with pyplot.rc_context({**style, "grid.alpha": 0.25, "legend.frameon": False}):
+        figure, (steps, seconds) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="tight", sharey=True)
+        for name, rows in curves.items():
+            points = curve(rows)
+            if name.startswith("seed") or name == "control":
+                style = {"color": "0.6", "marker": "x"} if name == "control" else {"marker": MARKERS[int(name[4:])]}
+                x = [step for step, _ in points]
+                [line] = steps.plot(x, [each["T=1"] for _, each in points], markersize=5, label=name, **style)
+                steps.plot(x, [each["greedy"] for _, each in points], "--", color=line.get_color(), linewidth=1)
+            elif name.startswith("beside"):
+                spent = {
+                    row["step"]: sum(r.get("timing_s/step", 0) for r in rows[: at + 1]) for at, row in enumerate(rows)
+                }
+                system, seed = ("ours" if "ours" in name else "TRL 1.16"), name[-1]
+                color, marker = ("C0" if system == "ours" else "C3"), MARKERS[int(seed)]
+                x = [spent[step] for step, _ in points]
+                y = [each["T=1"] for _, each in points]
+                seconds.plot(x, y, color=color, marker=marker, markersize=5, label=f"{system}, seed {seed}")
+        steps.set(xlabel="step", ylabel="accuracy, held-out operands", title="at temperature 1; dashed: greedy", ylim=0)
+        seconds.set(xlabel="seconds of training, without loading and validation", title="the same steps in TRL")
+        for axes in (steps, seconds):
+            axes.legend(loc="lower right")
+        figure.savefig(path, dpi=110)
+        pyplot.close(figure)
+    print(f"wrote {path}")
+
+
 def main(cfg: RunsConfig) -> None:
     """Runs what is asked for, then prints the table."""
     with reporting_errors():
+        if cfg.what == "picture":
+            return draw(Path(cfg.out), Path("docs/smollm2.png"))
         lots = commands(cfg)
         for place, lot in enumerate(lots, start=1):
             run_all(lot, Path(cfg.out), time.monotonic() + 60 * cfg.minutes / len(lots))
