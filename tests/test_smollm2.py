@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -179,18 +180,11 @@ def test_the_real_models_folder_is_what_transformers_finds_in_its_file(real):
 
 @pytest.mark.slow
 def test_the_real_model_answers(real):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(real[0])
-    model = AutoModelForCausalLM.from_pretrained(real[0], dtype=torch.float32)
-    messages = [{"role": "user", "content": "What is 3 + 4?"}]
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    output = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert tokenizer.decode(output).startswith("3 + 4 = 7")
+    assert answer(real[0], [{"role": "user", "content": "What is 3 + 4?"}]).startswith("3 + 4 = 7")
 
 
 @pytest.mark.slow
-def test_the_real_model_trains_two_steps(real, tmp_path):
+def test_the_real_model_trains_two_steps_and_scores_alike_in_transformers(real, tmp_path):
     data, run = str(tmp_path / "data"), tmp_path / "run"
     words = ("--out", data, "--num-train", "100", "--num-val", "10")
     subprocess.run(
@@ -211,3 +205,25 @@ def test_the_real_model_trains_two_steps(real, tmp_path):
         assert math.isfinite(row["actor/grad_norm"]) and (row["actor/grad_norm"] > 0) == has_signal
         assert row["training/rollout_log_probs_diff/max"] < 1e-3
     assert any(row["actor/grad_norm"] > 0 for row in steps)
+
+    merged, answers = tmp_path / "merged", tmp_path / "answers.parquet"
+    words = ("--local-dir", str(run / "global_step_2" / "actor"), "--target-dir", str(merged))
+    subprocess.run([sys.executable, "merge.py", *words], cwd=ROOT, check=True, timeout=LIMIT_S)
+    done = torchrun(
+        1, "eval.py", "--model.path", str(merged), "--data.files", f"{data}/val.parquet", "--output", str(answers),
+        "--data.max-prompt-len", "96", "--rollout.max-response-len", "24", OMP_NUM_THREADS="2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = pq.read_table(answers).to_pylist()
+    assert [row["responses"] for row in rows] == [[answer(merged, row["prompt"])] for row in rows]
+
+
+def answer(folder, messages):
+    """The greedy answer of 24 tokens at most, by transformers in float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
