@@ -377,19 +377,27 @@ def _texts(rows: Rows) -> "pa.LargeStringArray":
 # ---- Writing ----
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    """Writes rows as parquet, whole or not at all, with a checksum for every page (found again by read_rows).
-
-    Raises UserError when the folder cannot be made or written.
-    """
+def to_parquet(table: "pa.Table") -> bytes:
+    """The table as a parquet file, with a checksum for every page (found again by read_rows)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows), sink, write_page_checksum=True)
+    pq.write_table(table, sink, write_page_checksum=True)
+    return sink.getvalue().to_pybytes()
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    """Writes rows as `to_parquet` does, whole or not at all.
+
+    Raises UserError when the folder cannot be made or written.
+    """
+    import pyarrow as pa
+
+    data = to_parquet(pa.Table.from_pylist(rows))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, sink.getvalue())
+        write_whole(path, data)
     except OSError as error:
         raise UserError(
             f"cannot write the parquet file; {path}; found {error.strerror or error}, expected a folder that can be "

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lib.config.values import JsonObject, resolve_path
 from lib.data.chat_template import ControlTokens, first_date
-from lib.data.parquet import Rows, read_rows, resolve_file
+from lib.data.parquet import Rows, read_rows, resolve_file, to_parquet
 from lib.data.prompts import DataConfig
 from lib.data.schema import kind_of, short
 from lib.dist import World
@@ -370,7 +370,6 @@ def date_of(output: str) -> str:
 def write_output(path: Path, table: "pa.Table", groups: Sequence[EvalGroup]) -> None:
     """Writes the rows with the columns of their groups, in the order of the input, whole or not at all."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     columns: dict[str, pa.Array] = {
         "responses": pa.array([blank(group.responses) for group in groups], pa.list_(pa.string())),
@@ -385,9 +384,7 @@ def write_output(path: Path, table: "pa.Table", groups: Sequence[EvalGroup]) -> 
     table = table.drop_columns([name for name in COLUMNS if name in table.column_names])
     for name in (name for name in COLUMNS if name in columns):
         table = table.append_column(name, columns[name])
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, write_page_checksum=True)
-    write_atomically(path, sink.getvalue())
+    write_atomically(path, to_parquet(table))
 
 
 def prediction_of(score: Score) -> str | None:

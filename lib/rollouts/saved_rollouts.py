@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lib.data.parquet import to_parquet
 from lib.data.prompts import Prompts
 from lib.data.schema import short
 from lib.data.tokenizer import decode
@@ -96,7 +97,6 @@ def _mean_advantages(batch: Batch) -> dict[tuple[int, int], float | None]:
 def _to_parquet(step: int, groups: Mapping[int, list[dict[str, Any]]], prompts: Prompts, run: Run) -> bytes:
     """The file; empty, with a warning, where the rows of several training files do not fit into one."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     places = [group[0]["place"] for group in groups.values()]
     ours = {
@@ -114,9 +114,7 @@ def _to_parquet(step: int, groups: Mapping[int, list[dict[str, Any]]], prompts: 
             table = table.rename_columns(["prompt", *table.column_names[1:]])
             for name, column in ours.items():
                 table = table.append_column(name, column)
-            sink = pa.BufferOutputStream()
-            pq.write_table(table.combine_chunks(), sink, write_page_checksum=True)
-            return sink.getvalue().to_pybytes()
+            return to_parquet(table.combine_chunks())
         except pa.ArrowException as error:
             run.say(f"warning: the rollouts of step {step} {what}: the training files' types differ; {short(error)}")
     return b""
