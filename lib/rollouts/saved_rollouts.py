@@ -16,6 +16,7 @@ from lib.data.parquet import to_parquet
 from lib.data.prompts import Prompts
 from lib.data.schema import short
 from lib.data.tokenizer import decode
+from lib.rollouts.validation import sample_row
 from lib.secret_values import blank
 from lib.tracking.run import Run
 from lib.tracking.run_folder import to_json
@@ -53,19 +54,8 @@ def save_rollouts(
     run.save_rollouts(step, _to_parquet(step, groups, prompts, run) if groups else b"")  # a step may be skipped
     if show:
         chosen = sorted((r for r in rollouts if r.index == 0), key=lambda r: r.sample.uid)[:NUM_SHOWN]
-        run.show_samples([_shown(rollout, tokenizer) for rollout in chosen])
+        run.show_samples([sample_row(rollout, tokenizer) for rollout in chosen])
     return {"timing_s/dump_rollout_generations": time.perf_counter() - start}
-
-
-def _shown(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
-    """What the terminal shows of a response, special tokens included."""
-    return {
-        "prompt": tokenizer.decode(rollout.sample.prompt_ids),
-        "response": tokenizer.decode(rollout.response_ids),
-        "ground_truth": rollout.sample.ground_truth,
-        "score": rollout.score.score,
-        "finish_reason": rollout.finish_reason,
-    }
 
 
 def _describe(rollout: Rollout, text: str) -> dict[str, Any]:
