@@ -17,7 +17,7 @@ from lib.config.as_json import config_hash, to_json
 from lib.config.flags import REQUIRED, option_names, parse_args, parse_cli, plug_in
 from lib.config.reporting import reporting_errors
 from lib.config.values import JsonObject, either, nearest_divisors, resolve_path
-from lib.config.verl_keys import VERL_KEYS, markdown, verl_hint
+from lib.config.verl_keys import VERL_KEYS, verl_hint
 from lib.errors import RewardError, UserError
 from tests.checkpoint_folders import in_child
 
@@ -367,9 +367,14 @@ def test_the_batch_ladder_counts_as_by_hand() -> None:
 # ---- docs/from_verl.md ----
 
 
-def test_the_migration_page_holds_the_table() -> None:
+def test_the_migration_page_holds_the_tables_that_are_printed_in_any_folder(tmp_path: Path) -> None:
+    words, env = [sys.executable, "-m", "lib.config.verl_keys"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
     page = (ROOT / "docs" / "from_verl.md").read_text()
-    assert page.endswith(markdown()), "print the tables again: python -m lib.config.verl_keys"
+    assert page.endswith(printed.removesuffix("\n")), "print the tables again: python -m lib.config.verl_keys"
+    assert printed.count("\n| `") == len(VERL_KEYS) > 270, "a key stands in two sections"
+    _, *rows = re.findall(r"^\S.* \|.* \|", (ROOT / "lib" / "config" / "verl_keys.txt").read_text(), re.MULTILINE)
+    assert len(rows) == len(VERL_KEYS), "a key stands twice in a section"
 
 
 def test_every_option_named_for_verl_users_exists() -> None:

@@ -382,7 +382,7 @@ def test_damaged_checkpoints_are_named_and_an_older_whole_one_is_taken(folder, t
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
     model = find_model(str(tmp_path / "run"), DATA, ROLLOUT, SINGLE)
-    assert "global_step_2" in str(model.shards) and "shard-2.safetensors" in model.warnings[0]
+    assert "global_step_2" in str(model.files.folder) and "shard-2.safetensors" in model.warnings[0]
     shard.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])  # of its full size: only its hash tells
     with pytest.raises(DamagedCheckpoint, match=r"shard-2\.safetensors"):
         find_model(str(tmp_path / "run" / "global_step_6"), DATA, ROLLOUT, SINGLE)

@@ -450,4 +450,4 @@ def test_a_run_whose_last_validation_is_broken_off_ends_and_says_how_to_measure_
             EvalScriptConfig(), [*command.split(), "--data.max-prompt-len", "24", "--rollout.max-response-len", "16"]
         )
         model = find_model(cfg.model.path, cfg.data, cfg.rollout, SINGLE)
-        assert model.shards == run / "global_step_1" / "actor" / "model"
+        assert model.files.folder == run / "global_step_1" / "actor" / "huggingface"

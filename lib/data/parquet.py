@@ -10,7 +10,6 @@ import os
 import stat
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from lib.data.schema import answer_kind, check_schema, checked_batch, kind_of, short
 from lib.errors import UserError
+from lib.storage.writing import write_whole
 from lib.types import Sample
 
 if TYPE_CHECKING:
@@ -377,27 +377,29 @@ def _texts(rows: Rows) -> "pa.LargeStringArray":
 # ---- Writing ----
 
 
+def to_parquet(table: "pa.Table") -> bytes:
+    """The table as a parquet file, with a checksum for every page (found again by read_rows)."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, write_page_checksum=True)
+    return sink.getvalue().to_pybytes()
+
+
 def write_rows(path: Path, rows: list[dict]) -> None:
-    """Writes rows as parquet, whole or not at all, with a checksum for every page (found again by read_rows).
+    """Writes rows as `to_parquet` does, whole or not at all.
 
     Raises UserError when the folder cannot be made or written.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    data = to_parquet(pa.Table.from_pylist(rows))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with staged.open("wb") as file:
-            pq.write_table(pa.Table.from_pylist(rows), file, write_page_checksum=True)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staged, path)
+        write_whole(path, data)
     except OSError as error:
         raise UserError(
             f"cannot write the parquet file; {path}; found {error.strerror or error}, expected a folder that can be "
             "made and written; free some space, or choose another folder"
         ) from error
-    finally:
-        with suppress(OSError):
-            staged.unlink()

@@ -14,14 +14,14 @@ from lib.data.prompts import DataFiles, Prompts, tokenize
 from lib.data.tokenizer import load_tokenizer, stop_token_ids
 from lib.dist import World
 from lib.engine.engine import RolloutConfig, RolloutEngine
-from lib.errors import DamagedCheckpoint, WeightSyncError
+from lib.errors import WeightSyncError
 from lib.evaluation.inputs import EvalDataConfig
 from lib.model.networks import check_model_config, read_weight_
 from lib.storage.checkpoint_folder import FileEntry, hash_files, share
 from lib.storage.model_folder import ModelFiles, check_model_files, expected_shapes
 from lib.storage.model_source import find_actor, verify_actor
 from lib.storage.weight_headers import iter_weight_files
-from lib.storage.whole_tensors import SafetensorsFolder, read_shards
+from lib.storage.whole_tensors import open_weights
 
 SAMPLING = ("n", "max_response_len", "temperature", "top_p", "top_k", "ignore_eos")
 """The fields of RolloutConfig that decide what is sampled, beside `stop`."""
@@ -32,10 +32,8 @@ class EvalModel:
     """A model that passed the checks."""
 
     files: ModelFiles
-    """Where its config and tokenizer are."""
+    """Where its config and tokenizer are, and the weights, or a checkpoint's shards beside it."""
     tokenizer: Any
-    shards: Path | None
-    """The folder of a checkpoint's weights; None: safetensors in the folder of `files`."""
     fingerprint: str
     """16 hexadecimal digits that change with any byte of the weights or of config.json."""
     warnings: tuple[str, ...]
@@ -62,7 +60,6 @@ def find_model(path: str, data: EvalDataConfig, rollout: RolloutConfig, world: W
     return EvalModel(
         files=files,
         tokenizer=tokenizer,
-        shards=None if actor is None else actor / "model",
         fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
         warnings=tuple(warnings),
     )
@@ -110,26 +107,11 @@ def iter_weights(model: EvalModel, dtype: torch.dtype) -> Iterator[tuple[str, Te
 
     Raises UserError or DamagedCheckpoint for a tensor that is missing, of another shape, or not finite.
     """
-    shapes = expected_shapes(model.files.config)
-    if model.shards is None:
-        folder = SafetensorsFolder(model.files.folder)
-        for name, shape in shapes.items():
-            tensor = torch.empty(shape, dtype=dtype)
-            read_weight_(folder, tensor, name)
-            yield name, tensor
-        return
-    shards = read_shards(model.shards)
-    found = {name: tensor.shape for name, tensor in shards.tensors.items()}
-    if found != shapes:
-        name = min(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
-        raise DamagedCheckpoint(
-            f"the checkpoint's weights are not those of its config.json; {name} in {model.shards}; found shape "
-            f"{found.get(name)}, expected {shapes.get(name)}; use another checkpoint of the run"
-        )
-    for name in shapes:
-        shards.tensors[name].check()
-        yield name, shards.tensors[name].read(dtype)
-        shards.release()
+    weights = open_weights(model.files.folder)
+    for name, shape in expected_shapes(model.files.config).items():
+        tensor = torch.empty(shape, dtype=dtype)
+        read_weight_(weights, tensor, name)
+        yield name, tensor
 
 
 def load_engine_(engine: RolloutEngine, model: EvalModel, world: World) -> int:

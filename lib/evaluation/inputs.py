@@ -10,7 +10,6 @@ A line counts when it is whole, so nothing that was generated is lost or generat
 The parts are deleted once the output is written. Nothing here writes to an input file.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -22,12 +21,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lib.config.values import JsonObject, resolve_path
 from lib.data.chat_template import ControlTokens, first_date
-from lib.data.parquet import Rows, read_rows, resolve_file
+from lib.data.parquet import Rows, read_rows, resolve_file, to_parquet
 from lib.data.prompts import DataConfig
 from lib.data.schema import kind_of, short
 from lib.dist import World
 from lib.errors import UserError, check_fields
 from lib.secret_values import blank
+from lib.storage.writing import lock, write_whole
 from lib.tracking.run_folder import open_log
 from lib.types import Score
 
@@ -284,18 +284,12 @@ def _start(folder: Path, state: str, *, keep: bool) -> None:
 def _locked(path: Path) -> Any:
     """The file, open to append, locked until it is closed or the process ends. Raises UserError when another has it."""
     file = path.open("a+b", buffering=0)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file.fileno()).st_nlink == 0:  # its evaluation has just ended, and deleted it
-            raise BlockingIOError
-    except BlockingIOError:
+    if not lock(file.fileno()) or os.fstat(file.fileno()).st_nlink == 0:  # 0: an evaluation that just ended deleted it
         file.close()
         raise UserError(
             f"another evaluation writes here; {path.parent}; found a lock on {path.name}, expected none; wait for it "
             "or end it, or choose another --output"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
+        )
     return file
 
 
@@ -376,7 +370,6 @@ def date_of(output: str) -> str:
 def write_output(path: Path, table: "pa.Table", groups: Sequence[EvalGroup]) -> None:
     """Writes the rows with the columns of their groups, in the order of the input, whole or not at all."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     columns: dict[str, pa.Array] = {
         "responses": pa.array([blank(group.responses) for group in groups], pa.list_(pa.string())),
@@ -391,9 +384,7 @@ def write_output(path: Path, table: "pa.Table", groups: Sequence[EvalGroup]) -> 
     table = table.drop_columns([name for name in COLUMNS if name in table.column_names])
     for name in (name for name in COLUMNS if name in columns):
         table = table.append_column(name, columns[name])
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, write_page_checksum=True)
-    write_atomically(path, sink.getvalue())
+    write_atomically(path, to_parquet(table))
 
 
 def prediction_of(score: Score) -> str | None:
@@ -403,19 +394,12 @@ def prediction_of(score: Score) -> str | None:
 
 
 def write_atomically(path: Path, data: Any) -> None:
-    """Writes bytes to a file, whole or not at all. Raises UserError when that fails."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    """`write_whole`, with an OSError as UserError; makes the folder."""
     try:
-        with staged.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(staged, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, data)
     except OSError as error:
         raise cannot_write(path, error) from None
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:

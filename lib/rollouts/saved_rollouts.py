@@ -12,9 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lib.data.parquet import to_parquet
 from lib.data.prompts import Prompts
 from lib.data.schema import short
 from lib.data.tokenizer import decode
+from lib.rollouts.validation import sample_row
 from lib.secret_values import blank
 from lib.tracking.run import Run
 from lib.tracking.run_folder import to_json
@@ -52,19 +54,8 @@ def save_rollouts(
     run.save_rollouts(step, _to_parquet(step, groups, prompts, run) if groups else b"")  # a step may be skipped
     if show:
         chosen = sorted((r for r in rollouts if r.index == 0), key=lambda r: r.sample.uid)[:NUM_SHOWN]
-        run.show_samples([_shown(rollout, tokenizer) for rollout in chosen])
+        run.show_samples([sample_row(rollout, tokenizer) for rollout in chosen])
     return {"timing_s/dump_rollout_generations": time.perf_counter() - start}
-
-
-def _shown(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
-    """What the terminal shows of a response, special tokens included."""
-    return {
-        "prompt": tokenizer.decode(rollout.sample.prompt_ids),
-        "response": tokenizer.decode(rollout.response_ids),
-        "ground_truth": rollout.sample.ground_truth,
-        "score": rollout.score.score,
-        "finish_reason": rollout.finish_reason,
-    }
 
 
 def _describe(rollout: Rollout, text: str) -> dict[str, Any]:
@@ -96,7 +87,6 @@ def _mean_advantages(batch: Batch) -> dict[tuple[int, int], float | None]:
 def _to_parquet(step: int, groups: Mapping[int, list[dict[str, Any]]], prompts: Prompts, run: Run) -> bytes:
     """The file; empty, with a warning, where the rows of several training files do not fit into one."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     places = [group[0]["place"] for group in groups.values()]
     ours = {
@@ -114,9 +104,7 @@ def _to_parquet(step: int, groups: Mapping[int, list[dict[str, Any]]], prompts: 
             table = table.rename_columns(["prompt", *table.column_names[1:]])
             for name, column in ours.items():
                 table = table.append_column(name, column)
-            sink = pa.BufferOutputStream()
-            pq.write_table(table.combine_chunks(), sink, write_page_checksum=True)
-            return sink.getvalue().to_pybytes()
+            return to_parquet(table.combine_chunks())
         except pa.ArrowException as error:
             run.say(f"warning: the rollouts of step {step} {what}: the training files' types differ; {short(error)}")
     return b""

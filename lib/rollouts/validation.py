@@ -104,7 +104,9 @@ def evaluate(
         check_error_rate(own, reward, world)
         gathered = world.gather(own)
         responses = sorted((r for of_rank in gathered for r in of_rank), key=lambda r: (r.sample.uid, r.index))
-        run.save_samples(step, [_as_row(r, tokenizer, sampling) for r in responses] if world.rank == 0 else [], show=3)
+        shown = responses if world.rank == 0 else []
+        rows = [sample_row(r, tokenizer) | {"temperature": sampling.temperature} for r in shown]
+        run.save_samples(step, rows, show=3)
         scored = [
             (r.sample.data_source, r.sample.uid, {**r.score.extras, "reward": r.score.score})
             for r in responses
@@ -142,7 +144,8 @@ def _sample_and_score(
         return scorer.collect(stop=stopper.requested)
 
 
-def _as_row(rollout: Rollout, tokenizer: Any, sampling: Sampling) -> dict[str, Any]:
+def sample_row(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
+    """What people are shown of a response, special tokens included."""
     return {
         "uid": rollout.sample.uid,
         "data_source": rollout.sample.data_source,
@@ -153,5 +156,4 @@ def _as_row(rollout: Rollout, tokenizer: Any, sampling: Sampling) -> dict[str, A
         "extras": rollout.score.extras,
         "error": rollout.score.error,
         "finish_reason": rollout.finish_reason,
-        "temperature": sampling.temperature,
     }

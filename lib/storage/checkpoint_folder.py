@@ -27,6 +27,7 @@ from typing import Any
 
 from lib.errors import FULL, DamagedCheckpoint, LockstepError, NoSpace, UserError
 from lib.regular_files import open_regular
+from lib.storage.writing import write_whole
 
 MANIFEST = "MANIFEST.json"
 LATEST = "latest_checkpointed_iteration.txt"
@@ -189,9 +190,9 @@ def publish(
         _compare(staging, manifest.files)
         stray = set(_names(staging)) - entries.keys()
         assert not stray, f"files of the checkpoint without a hash: {sorted(stray)}"
-        for name in entries:
+        (staging / MANIFEST).write_bytes(_encode(manifest))
+        for name in (*entries, MANIFEST):
             fsync(staging / name)
-        _write_synced(staging / MANIFEST, _encode(manifest))
         for folder, _, _ in os.walk(staging, topdown=False):
             fsync(folder)
         staging.rename(final)
@@ -199,15 +200,7 @@ def publish(
     check(final)
     hint = final.with_name(f".tmp-{LATEST}-{secrets.token_hex(4)}")
     with suppress(OSError):  # nothing depends on it, and the checkpoint is published
-        _write_synced(hint, f"{manifest.step}\n".encode())
-        hint.replace(final.with_name(LATEST))
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with open(path, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+        write_whole(final.with_name(LATEST), f"{manifest.step}\n".encode(), staged=hint)
 
 
 def fsync(path: Path | str) -> None:
@@ -424,8 +417,7 @@ def _drop_optimizer(found: Found, run_dir: Path) -> list[str]:
         files = {name: entry for name, entry in found.manifest.files.items() if not _is_optimizer(name)}
         temporary = run_dir / f".tmp-{MANIFEST}-{secrets.token_hex(4)}"
         try:
-            _write_synced(temporary, _encode(replace(found.manifest, files=files)))
-            temporary.replace(found.path / MANIFEST)
+            write_whole(found.path / MANIFEST, _encode(replace(found.manifest, files=files)), staged=temporary)
             fsync(found.path)
         except OSError as error:
             return [f"cannot drop the optimizer's state of {found.path}: {error.strerror}"]

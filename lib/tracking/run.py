@@ -30,6 +30,7 @@ from typing import Any
 from lib.dist import World
 from lib.errors import FULL, LockstepError, NoSpace, Stopped, UserError, check_fields, error_line
 from lib.secret_values import blank
+from lib.storage.writing import write_whole
 from lib.tracking.console import (
     VALIDATION_NAME,
     plot_learning_curve,
@@ -362,17 +363,8 @@ class Run:
         file may be there already, with room for it."""
         status = {"state": state or self.state, "step": self.step, "resumable": self.resumable, "error": error}
         status |= {"run_id": self.run_id, "launch_id": launch_id(), "date": self.date}
-        try:
-            self._new_status.touch()
-            with open(self._new_status, "r+b") as file:
-                file.write((to_json(status) + "\n").encode(errors="backslashreplace"))
-                file.truncate()
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(self._new_status, self.dir / "status.json")
-        except OSError:
-            self._new_status.unlink(missing_ok=True)
-            raise
+        data = (to_json(status) + "\n").encode(errors="backslashreplace")
+        write_whole(self.dir / "status.json", data, staged=self._new_status)
 
     @property
     def _new_status(self) -> Path:

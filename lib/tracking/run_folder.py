@@ -22,6 +22,7 @@ from lib.dist import World
 from lib.errors import FULL, UserError
 from lib.secret_values import BlankedText, blank
 from lib.storage.checkpoint_folder import disk_errors, find_checkpoints
+from lib.storage.writing import lock, write_whole
 
 METRICS = "metrics.jsonl"
 SHARED_WAIT_S = 5.0  # a network's file system may show another node's file late
@@ -45,16 +46,12 @@ def lock_folder(folder: Path) -> int:
     Raises UserError when another process has one. Executed by rank 0.
     """
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock(descriptor):
         os.close(descriptor)
         raise UserError(
             f"another run is writing to the run folder; --run-dir {folder}; found it locked, expected a run that has "
             "ended; wait for its end, stop it, or choose another --run-dir"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
+        )
     return descriptor
 
 
@@ -190,10 +187,7 @@ def cut_after(run_dir: Path, last_row: int) -> list[str]:
     if later := [row for row in rows if row["step"] > last_row]:
         append(run_dir / f"{METRICS}.{mark}", to_lines(later))
         moved.append(f"{METRICS}.{mark}")
-    temporary = run_dir / ".metrics.jsonl"
-    temporary.unlink(missing_ok=True)
-    append(temporary, to_lines([row for row in rows if row["step"] <= last_row]))
-    os.replace(temporary, run_dir / METRICS)
+    write_whole(run_dir / METRICS, to_lines([row for row in rows if row["step"] <= last_row]))
     for folder, ending in (("samples", "jsonl"), ("rollouts", "parquet")):
         move_aside(path for step, path in step_files(run_dir / folder, ending) if step > last_row)
     return moved
