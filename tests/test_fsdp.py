@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lib.dist import SINGLE, World
-from lib.engine.engine import RolloutConfig, RolloutEngine
+from lib.engine.engine import RolloutEngine
+from lib.engine.rollout_config import RolloutConfig
 from lib.model.fsdp import update_bytes
 from lib.model.networks import CausalPolicy, Critic
 
