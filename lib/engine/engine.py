@@ -287,19 +287,6 @@ class RolloutEngine:
 
         return agreed
 
-    def generate_raw(self, samples: list[Sample], sampling: Sampling) -> tuple[float, int]:
-        """Seconds and response tokens of vLLM's own `LLM.generate` on the same requests: the yardstick."""
-        self._llm.reset_prefix_cache()
-        params = [self._sampling_params(sampling, sample, "train") for sample in samples]
-        prompts = [{"prompt_token_ids": sample.prompt_ids} for sample in samples]
-        with restored_host_state():
-            gc.collect()
-            gc.disable()
-            start = time.perf_counter()
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
-            seconds = time.perf_counter() - start
-        return seconds, sum(len(response.token_ids) for output in outputs for response in output.outputs)
-
     @property
     def kv_cache_tokens(self) -> int:
         """Tokens that the engine's KV cache holds on this rank."""
