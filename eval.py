@@ -47,6 +47,9 @@ from lib.secret_values import blank
 from lib.tracking.terminal import Terminal
 from lib.types import Sample
 
+ROLLOUT = RolloutConfig(n=1, temperature=0.0, log_probs=False, sleep=False, gpu_memory_utilization=0.9)
+"""How an evaluation samples unless told otherwise; its log_probs and sleep are what is so without a trainer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalScriptConfig:
@@ -54,11 +57,7 @@ class EvalScriptConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
-    rollout: RolloutConfig = field(
-        default_factory=lambda: RolloutConfig(
-            n=1, temperature=0.0, log_probs=False, sleep=False, gpu_memory_utilization=0.9
-        )
-    )
+    rollout: RolloutConfig = ROLLOUT
     reward: RewardConfig = field(default_factory=RewardConfig)
     output: str = REQUIRED
     """Parquet file to write; a .json and a .html file of the same name are written beside it."""
@@ -85,9 +84,8 @@ class EvalScriptConfig:
                 f"--rollout.n {self.rollout.n} with --rollout.temperature 0; greedy responses to one prompt are all "
                 "the same; expected a temperature above 0; set --rollout.temperature 1.0, or --rollout.n 1"
             )
-        default = RolloutConfig(log_probs=False, sleep=False)
-        names = ("log_probs", "sleep", "partial_share", "max_continued", "max_log_probs_diff")
-        chosen = [f"--rollout.{name}" for name in names if getattr(self.rollout, name) != getattr(default, name)]
+        of_training = RolloutConfig.__annotations__  # the fields that it adds to SamplingConfig and EngineConfig
+        chosen = [f"--rollout.{it}" for it in of_training if getattr(self.rollout, it) != getattr(ROLLOUT, it)]
         chosen += ["--model.gradient-checkpointing"] * (self.model.gradient_checkpointing is not None)
         chosen += ["--model.reference-path"] * (self.model.reference_path is not None)
         if chosen:

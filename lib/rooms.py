@@ -77,6 +77,7 @@ ALSO = {
     "lib.rollouts.validation_metrics",
     "critic_loss": "explained_variance in lib.algorithms.step_metrics",
     "evaluate": "decode in lib.data",
+    "rollout": "RolloutConfig and Sampling in lib.engine.rollout_config",
     "weight_sync": "check_log_probs_diff in lib.engine.mismatch",
 }
 """Where other names of a file went that was split."""

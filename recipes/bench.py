@@ -7,6 +7,7 @@ warm up, then the measured ones. In the last one the same requests also go throu
 seconds are taken off the step's.
 """
 
+import gc
 import heapq
 import json
 import random
@@ -275,7 +276,7 @@ class Probes:
                     probes.ours_s = time.perf_counter() - started
                     probes.seconds_by_rank = self.world.gather(probes.ours_s)
                     probes.ours_tokens = sum(len(rollout.response_ids) for group in groups for rollout in group)
-                    probes.raw_s, probes.raw_tokens = self.generate_raw(samples, sampling)
+                    probes.raw_s, probes.raw_tokens = generate_raw(self, samples, sampling)
                     probes.response_lens = [len(rollout.response_ids) for group in groups for rollout in group]
                     probes.prompt_lens = [len(sample.prompt_ids) for sample in samples]
                     probes.kv_cache_tokens, probes.pool_bytes = self.kv_cache_tokens, self.pool_bytes
@@ -289,6 +290,21 @@ class Probes:
         in_script = {"StartupTimer": Timer, "Metrics": PhaseMetrics, "forward_policy": forward}
         with patch.multiple(train_grpo, **in_script), patch.object(setup, "RolloutEngine", Engine):
             yield
+
+
+def generate_raw(engine: RolloutEngine, samples: list[Sample], sampling: Sampling) -> tuple[float, int]:
+    """Seconds and response tokens of vLLM's own `LLM.generate` on the same requests: the yardstick."""
+    llm = engine._llm
+    llm.reset_prefix_cache()
+    params = [engine._sampling_params(sampling, sample, "train") for sample in samples]
+    prompts = [{"prompt_token_ids": sample.prompt_ids} for sample in samples]
+    gc.collect()
+    gc.disable()  # as our engine samples
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    gc.enable()
+    return seconds, sum(len(response.token_ids) for output in outputs for response in output.outputs)
 
 
 # ---- What comes out ----

@@ -27,7 +27,7 @@ from lib.data.parquet import rows_from_dicts
 from lib.data.prompt_stream import PromptStream
 from lib.data.prompts import Prompts
 from lib.dist import init_distributed, shutdown_distributed
-from lib.engine.engine import RolloutConfig
+from lib.engine.rollout_config import RolloutConfig
 from lib.errors import RewardError
 from lib.launch.resume import find_resume, with_date
 from lib.model.batching import iter_mini_batches, make_batch

@@ -69,7 +69,7 @@ def main(path, out, recompute=False):
     cfg = ModelConfig(dtype="float32", gradient_checkpointing=recompute)
     fsdp = FSDPConfig(reshard_after_forward=recompute, param_offload=True)
     critic = load_critic(cfg, path, fsdp, world)
-    result = {"keeps_gathered": critic.keeps_gathered, "recomputes": critic.model.is_gradient_checkpointing}
+    result = {"keeps_gathered": critic.placement.keeps_gathered, "recomputes": critic.model.is_gradient_checkpointing}
     for budget in BUDGETS:
         values = compute_values(critic, batch, max_tokens_per_gpu=budget, world=world)
         offload(fsdp, critic)

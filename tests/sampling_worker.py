@@ -15,7 +15,8 @@ from lib.data.prompt_stream import PromptStream
 from lib.data.prompts import DataConfig, check_data_files, tokenize
 from lib.data.tokenizer import load_tokenizer
 from lib.dist import init_distributed, shutdown_distributed
-from lib.engine.engine import RolloutConfig, RolloutEngine, Sampling, request_seed
+from lib.engine.engine import RolloutEngine, request_seed
+from lib.engine.rollout_config import RolloutConfig, Sampling
 from lib.engine.weight_sync import WeightSync
 from lib.errors import LockstepError
 from lib.model.batching import make_batch

@@ -17,7 +17,8 @@ import torch
 import lib.stopping
 from lib.config.reporting import reporting_errors
 from lib.dist import World, init_distributed
-from lib.engine.engine import RolloutConfig, RolloutEngine, Sampling
+from lib.engine.engine import RolloutEngine
+from lib.engine.rollout_config import RolloutConfig, Sampling
 from lib.errors import Stopped
 from lib.rewards.scoring import RewardConfig, Scorer
 from lib.stopping import POLL_S, SIGACTION_BYTES, STOP_SIGNALS, Stopper

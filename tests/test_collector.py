@@ -11,7 +11,7 @@ import torch
 from lib.algorithms.group_filter import GroupFilterConfig
 from lib.data.prompt_stream import PromptStream
 from lib.dist import SINGLE, World
-from lib.engine.engine import RolloutConfig
+from lib.engine.rollout_config import RolloutConfig
 from lib.rewards.scoring import RewardConfig
 from lib.rollouts.collector import Collector
 from lib.tracking.metrics import Metrics

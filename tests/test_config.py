@@ -347,7 +347,7 @@ def test_nearest_divisors_and_multiples() -> None:
 
 def test_the_batch_ladder_counts_as_by_hand() -> None:
     from lib.data.prompts import DataConfig
-    from lib.engine.engine import RolloutConfig
+    from lib.engine.rollout_config import RolloutConfig
     from lib.launch.checks import batch_ladder
     from lib.launch.train_config import TrainConfig
 

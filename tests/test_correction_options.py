@@ -6,7 +6,7 @@ import pytest
 
 from lib.algorithms.correction import CORRECTIONS, AutoCorrection, Correction
 from lib.config.flags import parse_args
-from lib.engine.engine import RolloutConfig
+from lib.engine.rollout_config import RolloutConfig
 from lib.errors import UserError
 from tests.test_correction import BYPASS, DECOUPLED, SINGLE_OPTIONS
 from train_grpo import GRPOConfig

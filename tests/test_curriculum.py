@@ -15,7 +15,7 @@ from lib.algorithms.group_filter import GroupFilterConfig, judge
 from lib.data.curriculum import POOLS, WEIGHTS, Curriculum
 from lib.data.prompt_stream import PromptStream
 from lib.data.prompts import DataConfig
-from lib.engine.engine import RolloutConfig
+from lib.engine.rollout_config import RolloutConfig
 from lib.errors import DamagedCheckpoint, UserError
 from tests.checkpoint_worker import NUM_PROMPTS, make_prompts, respond
 from tests.test_collector import collectors

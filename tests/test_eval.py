@@ -322,6 +322,22 @@ def test_the_date_that_a_template_prints_is_kept_with_the_responses(folder, tmp_
     assert dates == {"2024-02-03T04:05:06": "2024-02-03T04:05:06", "whatis0": None}
 
 
+def test_responses_are_finished_under_the_options_that_drew_them_on_any_machine(folder):
+    model = find_model(str(folder / "model"), DATA, ROLLOUT, SINGLE)
+    rows, _ = read_rows((str(folder / "questions.parquet"),), "--data.files")
+    stop_ids, prompts = load_eval_prompts(DATA, model, rows, date="2024-02-03T04:05:06")
+
+    def state(**changes):
+        return what_defines_responses(replace(ROLLOUT, **changes), model, prompts, stop_ids, dtype="float32", seed=0)
+
+    drawing = {"n": 2, "max_response_len": 9, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "stop": ("a",),
+               "ignore_eos": True}  # fmt: skip
+    for name, value in drawing.items():
+        flag = f"--rollout.{name.replace('_', '-')}"
+        assert state(**{name: value}) == {**state(), flag: list(value) if name == "stop" else value}
+    assert state(gpu_memory_utilization=0.3, max_num_seqs=7, enforce_eager=True) == state()
+
+
 def test_every_kind_of_path_gives_the_same_weights(folder):
     expected = load_file(folder / "model" / "model.safetensors")
     fingerprints = {}
@@ -500,6 +516,10 @@ def _table(folder, names):
         (("--generate-only", "--score-only"), ("nothing is left to do",)),
         (("--rollout.log-probs", "True"), ("only training has; --rollout.log-probs;",)),
         (("--rollout.partial-share", "0.5", "--rollout.sleep", "True"), ("--rollout.sleep, --rollout.partial-share;",)),
+        (
+            ("--rollout.max-continued", "3", "--rollout.max-log-probs-diff", "1"),
+            ("--rollout.max-log-probs-diff, --rollout.max-continued;",),
+        ),
         (("--seed", "-1"), ("--seed", "0 to 2**63")),
         (("--data.max-samples", "0"), ("--data.max-samples", "at least 1")),
         (("--data.max-prompt-len", "0"), ("--data.max-prompt-len", "at least 1")),

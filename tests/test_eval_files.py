@@ -15,7 +15,7 @@ from lib.config.flags import parse_args
 from lib.data.parquet import read_rows
 from lib.data.prompts import DataConfig
 from lib.dist import SINGLE
-from lib.engine.engine import RolloutConfig
+from lib.engine.rollout_config import RolloutConfig
 from lib.errors import UserError
 from lib.evaluation import scores
 from lib.evaluation.any_model import find_model

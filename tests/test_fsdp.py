@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lib.dist import SINGLE, World
-from lib.engine.engine import RolloutConfig, RolloutEngine
+from lib.engine.engine import RolloutEngine
+from lib.engine.rollout_config import RolloutConfig
 from lib.errors import UserError
 from lib.model.fsdp import update_bytes
 from lib.model.networks import CausalPolicy, Critic
@@ -30,10 +31,10 @@ def policy(shape: str) -> CausalPolicy:
     [("0.6b", 8192, 21.8), ("0.6b", 32768, 55.3), ("1.7b", 8192, 46.7), ("1.7b", 16384, 63.8), ("4b", 8192, 100.0)],
 )
 def test_the_estimate_is_a_little_above_what_was_measured(shape, tokens, gib):
-    found = policy(shape)
-    found.keeps_gathered = True
-    estimate = update_bytes(found, SINGLE, dtype=torch.bfloat16, max_tokens_per_gpu=tokens) / 2**30
-    assert gib < estimate < 1.17 * gib
+    estimate = update_bytes(
+        policy(shape), SINGLE, dtype=torch.bfloat16, max_tokens_per_gpu=tokens, keeps_gathered=True
+    )  # fmt: skip
+    assert gib < estimate / 2**30 < 1.17 * gib
 
 
 def test_ranks_share_the_shards_and_resharding_leaves_two_layers_gathered():
@@ -41,19 +42,17 @@ def test_ranks_share_the_shards_and_resharding_leaves_two_layers_gathered():
     parameters = sum(p.numel() for p in found.parameters())
     layers = sum(p.numel() for p in found.layers.parameters())
     four = World(rank=0, size=4, device=torch.device("cpu"))
-    found.keeps_gathered = True
-    assert update_bytes(found, four, **tokens) == 4 * parameters + 6 * parameters
-    found.keeps_gathered = False
-    assert update_bytes(found, four, **tokens) == 4 * parameters + 6 * (parameters - layers + 2 * layers // 28)
+    assert update_bytes(found, four, **tokens, keeps_gathered=True) == 4 * parameters + 6 * parameters
+    resharding = update_bytes(found, four, **tokens, keeps_gathered=False)
+    assert resharding == 4 * parameters + 6 * (parameters - layers + 2 * layers // 28)
 
 
 def test_a_critic_has_no_logits_to_keep():
     actor = policy("0.6b")
     with torch.device("meta"):
         critic = Critic(actor.model)
-    sizes = [
-        update_bytes(it, SINGLE, dtype=torch.bfloat16, max_tokens_per_gpu=n) for it in (actor, critic) for n in (0, 8)
-    ]
+    known = dict(dtype=torch.bfloat16, keeps_gathered=False)
+    sizes = [update_bytes(it, SINGLE, max_tokens_per_gpu=n, **known) for it in (actor, critic) for n in (0, 8)]
     of_head = 2 * 8 * 151936
     assert (sizes[1] - sizes[0]) - (sizes[3] - sizes[2]) == of_head
 

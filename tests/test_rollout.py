@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from lib.engine.engine import RolloutConfig, request_seed
+from lib.engine.engine import request_seed
+from lib.engine.rollout_config import RolloutConfig
 from lib.errors import UserError
 from tests.prefork import prefork
 from tests.ranks import LIMIT_S, ROOT, torchrun
@@ -152,7 +153,7 @@ def test_request_seeds_are_63_bits_and_differ_by_each_ingredient():
     "setting",
     [{"n": 0}, {"temperature": 0.001}, {"temperature": float("nan")}, {"top_p": 1.1}, {"top_k": -1},
      {"gpu_memory_utilization": 1.0}, {"max_response_len": 0}, {"max_num_seqs": 4096, "max_num_batched_tokens": 2048},
-     {"max_num_batched_tokens": 2047}, {"max_cudagraph_capture_size": 0}],
+     {"max_num_batched_tokens": 2047}, {"max_cudagraph_capture_size": 0}, {"partial_share": 0}],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(setting):
     with pytest.raises(UserError, match="--rollout." + next(reversed(setting)).replace("_", "-")):

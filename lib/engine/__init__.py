@@ -4,7 +4,8 @@ from lib.rooms import exports
 
 __all__, __getattr__ = exports(
     __name__,
-    engine="RolloutConfig RolloutEngine Sampling request_seed training_sampling",
+    engine="RolloutEngine request_seed",
     mismatch="Mismatch",
+    rollout_config="EngineConfig RolloutConfig Sampling SamplingConfig training_sampling",
     weight_sync="WeightSync names_to_check",
 )

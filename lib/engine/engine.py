@@ -13,7 +13,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -30,122 +30,13 @@ from lib.engine.patches import (
     short_cuts,
     unfinished_requests,
 )
-from lib.errors import Stopped, UserError, check_fields
+from lib.engine.rollout_config import MAX_GROUP, RolloutConfig, Sampling
+from lib.errors import Stopped, UserError
 from lib.types import Rollout, Sample
 
-MAX_GROUP = 2**20  # seeds of a group's responses are consecutive numbers
 STOP_POLL_S = 0.25  # between two questions of a replica's ranks whether to stop, as far as its steps are that short
 STOP_POLL_STEPS = 32  # and the most steps between them
 RESERVE = 0.03  # of a GPU's memory, free beside an engine that does not sleep
-LOWEST_TEMPERATURE = 0.01  # below it vLLM samples with 0.01 all the same
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """How responses are sampled, and how much of the GPU the engine may use."""
-
-    n: int = 8
-    """Responses per prompt: the group size."""
-    max_response_len: int = 512
-    """Longest response, in tokens; a response that reaches it counts as truncated."""
-    temperature: float = 1.0
-    """Sampling temperature; the trainer's log-probs are divided by it too. 0 is greedy, in eval.py only."""
-    top_p: float = 1.0
-    """Nucleus, in (0, 1]; in training, below 1 the trainer and the sampler disagree, so it is refused."""
-    top_k: int = 0
-    """Sample among the k likeliest tokens, 0 for all; other values are refused in training, like top-p."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a response, beside the model's end-of-sequence ids; they need text, so decoding gets slower."""
-    ignore_eos: bool = False
-    """Sample up to the longest response whatever the model says (for benchmarks)."""
-    log_probs: bool = True
-    """Let the engine report the log-prob of every sampled token; without them a stale engine is seen by bits only."""
-    max_log_probs_diff: float = 0.1
-    """Stop when the mean absolute log-prob difference between engine and trainer exceeds this, in nats per token."""
-
-    tensor_model_parallel_size: int = 1
-    """GPUs that share one copy of the model while sampling; must divide the number of ranks."""
-    gpu_memory_utilization: float = 0.5
-    """Share of the GPU's total memory for the engine's weights, KV cache and graphs while it is awake."""
-    max_num_seqs: int | None = None
-    """Most responses in flight per replica; None: all that are asked for, 2,048 at most."""
-    max_num_batched_tokens: int = 16384
-    """Most tokens that the engine computes at once, prompts and responses together; on a CPU at least a prompt and its
-    response."""
-    max_cudagraph_capture_size: int = 2048
-    """Largest batch replayed as a CUDA graph, in sequences; larger ones run slower, capturing takes start-up time."""
-    enforce_eager: bool = False
-    """Neither compile nor capture graphs in the engine: starts faster, samples slower."""
-    enable_prefix_caching: bool = True
-    """Compute the prompt of a group once."""
-    partial_share: float = 1.0
-    """Share of a step's responses after which it ends, in (0, 1]; the others go on in the next step, under its weights;
-    1: every step waits for its longest response."""
-    max_continued: int = 2
-    """Most steps in which a response goes on after its first, with --rollout.partial-share below 1; the last of them
-    waits for it."""
-    sleep: bool | None = None
-    """Free the engine's GPU memory while training: True: always (where an update runs out of memory); False: never;
-    None: only where an update, by an estimate, needs it."""
-    cpu_kv_cache_gib: float = 1.0
-    """KV cache when running on a CPU, in GiB per rank."""
-
-    def __post_init__(self) -> None:
-        check_fields(
-            self,
-            "rollout.",
-            max_response_len=(self.max_response_len >= 1, "at least 1"),
-            tensor_model_parallel_size=(self.tensor_model_parallel_size >= 1, "at least 1"),
-            max_num_batched_tokens=(2**11 <= self.max_num_batched_tokens <= 2**22, f"from {2**11} to {2**22}"),
-            n=(1 <= self.n <= MAX_GROUP, f"from 1 to {MAX_GROUP}"),
-            max_num_seqs=(self.max_num_seqs is None or 1 <= self.max_num_seqs <= 2**16, f"from 1 to {2**16}"),
-            stop=(all(self.stop), "texts that are not empty"),
-            temperature=(
-                self.temperature == 0 or LOWEST_TEMPERATURE <= self.temperature < 100,
-                f"at least {LOWEST_TEMPERATURE}, and below 100 (in eval.py also 0, greedy)",
-            ),
-            partial_share=(0 < self.partial_share <= 1, "in (0, 1]"),
-            max_continued=(self.max_continued >= 1, "at least 1"),
-            top_p=(0 < self.top_p <= 1, "in (0, 1]"),
-            top_k=(self.top_k >= 0, "0 (all tokens) or more"),
-            max_cudagraph_capture_size=(
-                self.max_cudagraph_capture_size >= 1,
-                "at least 1 (--rollout.enforce-eager captures nothing)",
-            ),
-            max_log_probs_diff=(0 < self.max_log_probs_diff < math.inf, "above 0 and finite"),
-            cpu_kv_cache_gib=(0 < self.cpu_kv_cache_gib < math.inf, "above 0 and finite"),
-            gpu_memory_utilization=(0 < self.gpu_memory_utilization < 1, "in (0, 1)"),
-        )
-        if self.max_num_seqs is not None and self.max_num_batched_tokens < self.max_num_seqs:
-            raise UserError(
-                f"--rollout.max-num-batched-tokens {self.max_num_batched_tokens} is smaller than "
-                f"--rollout.max-num-seqs {self.max_num_seqs}; every running response needs one token of the budget; "
-                f"expected at least {self.max_num_seqs}; raise the first or lower the second"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """The sampling settings of one `generate` call. Temperature 0 is greedy."""
-
-    n: int
-    max_response_len: int
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
-    log_probs: bool = False
-
-
-def training_sampling(cfg: RolloutConfig) -> Sampling:
-    """The settings of training rollouts."""
-    return Sampling(
-        n=cfg.n,
-        max_response_len=cfg.max_response_len,
-        temperature=cfg.temperature,
-        top_p=cfg.top_p,
-        top_k=cfg.top_k,
-        log_probs=cfg.log_probs,
-    )
 
 
 def request_seed(run_seed: int, uid: int, num_generated: int = 0, stream: str = "train") -> int:
@@ -402,19 +293,6 @@ class RolloutEngine:
             return is_over > 0
 
         return agreed
-
-    def generate_raw(self, samples: list[Sample], sampling: Sampling) -> tuple[float, int]:
-        """Seconds and response tokens of vLLM's own `LLM.generate` on the same requests: the yardstick."""
-        self._llm.reset_prefix_cache()
-        params = [self._sampling_params(sampling, sample, "train") for sample in samples]
-        prompts = [{"prompt_token_ids": sample.prompt_ids} for sample in samples]
-        with restored_host_state():
-            gc.collect()
-            gc.disable()
-            start = time.perf_counter()
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
-            seconds = time.perf_counter() - start
-        return seconds, sum(len(response.token_ids) for output in outputs for response in output.outputs)
 
     @property
     def kv_cache_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from lib.data.parquet import Rows
 from lib.data.prompts import DataFiles, Prompts, tokenize
 from lib.data.tokenizer import load_tokenizer, stop_token_ids
 from lib.dist import World
-from lib.engine.engine import RolloutConfig, RolloutEngine
+from lib.engine.engine import RolloutEngine
+from lib.engine.rollout_config import RolloutConfig, SamplingConfig
 from lib.errors import WeightSyncError
 from lib.evaluation.inputs import EvalDataConfig
 from lib.model.networks import check_model_config, read_weight_
@@ -22,9 +23,6 @@ from lib.storage.model_folder import ModelFiles, check_model_files, expected_sha
 from lib.storage.model_source import find_actor, verify_actor
 from lib.storage.weight_headers import iter_weight_files
 from lib.storage.whole_tensors import open_weights
-
-SAMPLING = ("n", "max_response_len", "temperature", "top_p", "top_k", "ignore_eos")
-"""The fields of RolloutConfig that decide what is sampled, beside `stop`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +82,11 @@ def load_eval_prompts(data: EvalDataConfig, model: EvalModel, rows: Rows, *, dat
 
 
 def what_defines_responses(
-    rollout: RolloutConfig, model: EvalModel, prompts: Prompts, stop_ids: list[int], *, dtype: str, seed: int
+    rollout: SamplingConfig, model: EvalModel, prompts: Prompts, stop_ids: list[int], *, dtype: str, seed: int
 ) -> dict[str, Any]:
     """Everything that the responses follow from: with the same values, finished ones need not be generated again."""
-    sampling = {f"--rollout.{name.replace('_', '-')}": getattr(rollout, name) for name in SAMPLING}
+    names = [field.name for field in fields(SamplingConfig)]
+    sampling = {f"--rollout.{name.replace('_', '-')}": getattr(rollout, name) for name in names}
     return sampling | {
         "--rollout.stop": list(rollout.stop),
         "--seed": seed,

@@ -17,8 +17,8 @@ from lib.data.parquet import Rows
 from lib.data.prompts import DataFiles, Prompts, check_data_files, tokenize
 from lib.data.tokenizer import load_tokenizer, stop_token_ids
 from lib.dist import World
-from lib.engine.engine import RolloutConfig
 from lib.engine.patches import check_vllm
+from lib.engine.rollout_config import EngineConfig
 from lib.errors import UserError
 from lib.launch.resume import Resume, find_resume, with_date
 from lib.launch.train_config import TrainConfig
@@ -38,7 +38,7 @@ from lib.storage.weight_headers import some
 from lib.tracking.run import check_run
 
 
-def check_engines(rollout: RolloutConfig, world: World) -> None:
+def check_engines(rollout: EngineConfig, world: World) -> None:
     """Raises UserError when there is no vLLM that can be used, and when the engines do not divide the ranks."""
     check_vllm()
     tp_size = rollout.tensor_model_parallel_size

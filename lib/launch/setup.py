@@ -174,11 +174,11 @@ def sync_and_compare(
 ) -> WeightSync:
     """The policy's weights in the engine, all of them proved equal; decides whether the engine stays beside updates."""
     policy = trained["actor"].model
-    gathered = "once per optimizer step" if policy.keeps_gathered else "in every pass"
+    gathered = "once per optimizer step" if policy.placement.keeps_gathered else "in every pass"
     activations = "recomputed in" if policy.model.is_gradient_checkpointing else "kept for"
     run.say(f"the policy is loaded; weights are gathered {gathered}, activations {activations} the backward pass")
     if engine.on_gpu:
-        engine.decide_to_stay(min(each.model.spare_bytes for each in trained.values()))
+        engine.decide_to_stay(min(each.model.placement.spare_bytes for each in trained.values()))
         run.say(f"the engine {'sleeps' if engine.sleeps else 'keeps its memory'} during updates")
     with startup.phase("sync the weights and compare all"):
         weight_sync = WeightSync(policy, engine, fsdp=cfg.fsdp)

@@ -18,7 +18,7 @@ from lib.checkpoints.checkpointer import CheckpointConfig
 from lib.config.flags import plug_in
 from lib.config.values import either, nearest_divisors
 from lib.data.prompts import DataConfig
-from lib.engine.engine import RolloutConfig
+from lib.engine.rollout_config import RolloutConfig
 from lib.errors import UserError, check_fields
 from lib.model.fsdp import FSDPConfig
 from lib.model.networks import ModelConfig

@@ -36,6 +36,18 @@ class FSDPConfig:
     memory at most."""
 
 
+@dataclass(kw_only=True)
+class Placement:
+    """How a sharded model lies on this rank: its attribute `placement`."""
+
+    keeps_gathered: bool
+    """Whether shards are gathered once per optimizer step instead of in every pass."""
+    spare_bytes: int = 0
+    """What the model's update leaves of this rank's GPU."""
+    host_memory: HostMemory | None = None
+    """Where this rank's shards are while they are offloaded; taken by the first `offload`."""
+
+
 def load_policy(
     cfg: ModelConfig, folder: str, fsdp: FSDPConfig, world: World, *, trainable: bool = True,
     max_tokens_per_gpu: int = 0, num_frozen_parameters: int = 0, reserved_bytes: int = 0,
@@ -79,14 +91,15 @@ def _load_(
     recompute = cfg.gradient_checkpointing
     if world.device.type == "cuda":
         needed = update_bytes(
-            model, world, dtype=dtype, max_tokens_per_gpu=max_tokens_per_gpu, moments_on_gpu=not fsdp.optimizer_offload
-        )
+            model, world, dtype=dtype, max_tokens_per_gpu=max_tokens_per_gpu,
+            keeps_gathered=model.placement.keeps_gathered, moments_on_gpu=not fsdp.optimizer_offload,
+        )  # fmt: skip
         torch.cuda.empty_cache()  # of what loading another model took
         spare = int(0.95 * torch.cuda.mem_get_info(world.device)[0]) - needed - reserved_bytes
         if recompute is None:
             recompute = not world.all_agree(spare >= 0)
         # In float32 layers are not compiled, and keep more than the estimate says.
-        model.spare_bytes = 0 if dtype is torch.float32 else spare
+        model.placement.spare_bytes = 0 if dtype is torch.float32 else spare
     if recompute and next(model.parameters()).requires_grad:
         model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.to_empty(device=world.device)
@@ -94,7 +107,10 @@ def _load_(
 
 
 def shard_(model: CausalPolicy | Critic, fsdp: FSDPConfig, world: World, *, dtype: torch.dtype) -> None:
-    """Shards every decoder layer and the rest over all ranks. Gradients are summed over ranks, never averaged."""
+    """Shards every decoder layer and the rest over all ranks, and puts the model's `placement` on it.
+
+    Gradients are summed over ranks, never averaged.
+    """
     mesh = init_device_mesh(world.device.type, (world.size,))
     precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
     drop = fsdp.reshard_after_forward
@@ -111,7 +127,7 @@ def shard_(model: CausalPolicy | Critic, fsdp: FSDPConfig, world: World, *, dtyp
     if isinstance(model, Critic):  # on its own, so that it computes in its own precision
         fully_shard(model.score, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    model.keeps_gathered = not drop
+    model.placement = Placement(keeps_gathered=not drop)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # FSDP averages by default. The loss has a global denominator already, so gradients must be summed; gloo
@@ -121,7 +137,7 @@ def shard_(model: CausalPolicy | Critic, fsdp: FSDPConfig, world: World, *, dtyp
 
 
 def update_bytes(
-    model: CausalPolicy | Critic, world: World, *, dtype: torch.dtype, max_tokens_per_gpu: int,
+    model: CausalPolicy | Critic, world: World, *, dtype: torch.dtype, max_tokens_per_gpu: int, keeps_gathered: bool,
     moments_on_gpu: bool = True,
 ) -> int:  # fmt: skip
     """About the memory that a rank's update takes without recomputation, in bytes; meant to err upwards.
@@ -136,7 +152,7 @@ def update_bytes(
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters = sum(p.numel() for p in model.parameters())
     in_layers = sum(p.numel() for p in model.layers.parameters())
-    gathered = parameters if model.keeps_gathered else parameters - in_layers + 2 * in_layers // num_layers
+    gathered = parameters if keeps_gathered else parameters - in_layers + 2 * in_layers // num_layers
     layer = 4 * config.hidden_size + 3 * config.intermediate_size
     layer += (3 * config.num_attention_heads + 4 * config.num_key_value_heads) * head_dim
     logits = config.vocab_size if isinstance(model, CausalPolicy) else 0
@@ -160,7 +176,7 @@ def begin_micro_batch(model: CausalPolicy | Critic, *, last: bool) -> None:
     Unless the model reshards after every pass, weights stay gathered and gradients are added up locally, in float32,
     until the last one sums them over ranks: one gather and one scatter per optimizer step.
     """
-    if model.keeps_gathered:
+    if model.placement.keeps_gathered:
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
         model.set_is_last_backward(last)
@@ -190,9 +206,9 @@ def _to_host_(model: CausalPolicy | Critic) -> None:
     parameters = [p for p in model.parameters() if p.device.type != "cpu"]
     if not parameters:
         return
-    if model.host_memory is None:
-        model.host_memory = HostMemory([p.to_local() for p in parameters])
-    places = {id(p): place for p, place in zip(parameters, model.host_memory.tensors, strict=True)}
+    if model.placement.host_memory is None:
+        model.placement.host_memory = HostMemory([p.to_local() for p in parameters])
+    places = {id(p): place for p, place in zip(parameters, model.placement.host_memory.tensors, strict=True)}
     for parameter in parameters:
         places[id(parameter)].copy_(parameter.to_local(), non_blocking=True)
     torch.cuda.synchronize()

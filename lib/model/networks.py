@@ -18,7 +18,6 @@ from lib.dist import World
 from lib.errors import UserError
 from lib.model.attention import PACKED, register_packed_attention
 from lib.model.head import Statistic, linear_log_probs
-from lib.model.host_memory import HostMemory
 from lib.storage.whole_tensors import SafetensorsFolder, ShardsFolder, open_weights
 
 
@@ -54,12 +53,6 @@ class CausalPolicy(nn.Module):
         self.tied = bool(self.config.tie_word_embeddings)
         # A tied head is the embedding itself: one parameter, sharded, updated, synchronised and saved once.
         self.lm_head = None if self.tied else causal_lm.lm_head
-        self.keeps_gathered = False
-        """Whether shards are gathered once per optimizer step instead of in every pass; set where they are made."""
-        self.host_memory: HostMemory | None = None
-        """Where this rank's shards are while they are offloaded; taken by the first `offload`."""
-        self.spare_bytes = 0
-        """What its update leaves of this rank's GPU; set where it is loaded."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor,
@@ -88,10 +81,6 @@ class Critic(nn.Module):
         self.config = decoder.config
         self.model = decoder
         self.score = nn.Linear(self.config.hidden_size, 1, dtype=decoder.dtype)
-        self.keeps_gathered = False
-        self.host_memory: HostMemory | None = None
-        self.spare_bytes = 0
-        """All as the policy's."""
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, cu_seq_lens: Tensor, max_len: int, positions: Tensor

@@ -24,7 +24,8 @@ from lib.algorithms.group_filter import (
 from lib.data.prompt_stream import PromptStream
 from lib.data.tokenizer import decode
 from lib.dist import World
-from lib.engine.engine import RolloutConfig, RolloutEngine, Sampling, training_sampling
+from lib.engine.engine import RolloutEngine
+from lib.engine.rollout_config import RolloutConfig, Sampling, training_sampling
 from lib.rewards.scoring import RewardConfig, Scorer, check_error_rate, error_counts, outgrown_in_words
 from lib.stopping import Stopper
 from lib.tracking.metrics import Metrics

@@ -6,7 +6,8 @@ from typing import Any
 
 from lib.data.tokenizer import decode
 from lib.dist import World
-from lib.engine.engine import LOWEST_TEMPERATURE, MAX_GROUP, RolloutConfig, RolloutEngine, Sampling
+from lib.engine.engine import RolloutEngine
+from lib.engine.rollout_config import LOWEST_TEMPERATURE, MAX_GROUP, RolloutConfig, Sampling
 from lib.errors import Stopped, UserError, check_fields
 from lib.rewards.scoring import RewardConfig, Scorer, check_error_rate, error_counts
 from lib.rollouts.validation_metrics import MAX_VARIABLES, limit_variables, validation_metrics

@@ -23,8 +23,9 @@ from lib.algorithms.correction import CORRECTIONS
 from lib.algorithms.losses import ClipLoss
 from lib.algorithms.step_metrics import mismatch_metrics, update_metrics
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
-from lib.engine.engine import RolloutConfig, RolloutEngine, Sampling
+from lib.engine.engine import RolloutEngine
 from lib.engine.patches import TokenIds, short_cuts
+from lib.engine.rollout_config import RolloutConfig, Sampling
 from lib.engine.weight_sync import WeightSync
 from lib.errors import Stopped, UserError
 from lib.model.batching import iter_micro_batches, make_batch
