@@ -1,84 +1,25 @@
 """The policy's weights into the engine, and the proof that they arrived.
 
-At the start the weights travel through vLLM's own loader; from then on they are copied in place, by a description of
-how the engine lays them out. The proof lays the policy's tensors out by the same description and compares exact
-checksums of the bits. At the start that proves the description: a layout that vLLM changes differs. Later it proves the
-copy: a tensor that was not sent, or weights that are one step old, differ in at least one bit.
+At the start the weights travel through vLLM's own loader, which is watched (layout.py); from then on they are copied in
+place, by what was learned. The proof at the start overwrites the engine, copies, and compares exact checksums of the
+bits with those after the load. Later ones lay the policy's tensors out in the same way: a tensor that was not sent, or
+weights that are one step old, differ in at least one bit.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lib.engine.engine import RolloutEngine
+from lib.engine.layout import Box, Layout, learn_layout, unused_sources, unwritten_targets
 from lib.errors import WeightSyncError
 from lib.model.fsdp import FSDPConfig, full_tensor, iter_full_tensors, iter_gathered, offload, onload, reshard
 from lib.model.networks import CausalPolicy
 
 CHECKSUM_ELEMENTS = 2**24  # elements whose checksum is computed at once: bounds the int64 temporaries to 128 MiB each
 CHECKED_PER_STEP = 8  # engine tensors compared after an ordinary sync
-
-
-@dataclass(frozen=True)
-class LayoutPiece:
-    """Part of an engine tensor: `length` slices of the Hugging Face tensor `source` along `dim`, from `start`.
-
-    `source` None stands for rows of zeros (the vocabulary's padding).
-    """
-
-    source: str | None
-    dim: int = 0
-    start: int = 0
-    length: int | None = None
-
-
-def engine_layout(policy: CausalPolicy, *, tp_size: int, tp_rank: int) -> dict[str, list[LayoutPiece]]:
-    """For each engine parameter of this rank, the Hugging Face tensors that it is made of, in order.
-
-    Llama-like decoders (Llama, Mistral, Qwen2, Qwen3): q, k and v are stacked, gate and up are stacked, heads and
-    hidden units are split over tensor-parallel ranks, the vocabulary is split after padding to a multiple of 64.
-    """
-    names = {name: tuple(p.shape) for name, p in policy.named_parameters()}
-    config = policy.config
-    kv_heads = config.num_key_value_heads
-    # With more ranks than key-value heads, several ranks hold the same head.
-    kv_shards, kv_shard = (tp_size, tp_rank) if kv_heads >= tp_size else (kv_heads, tp_rank * kv_heads // tp_size)
-    layout: dict[str, list[LayoutPiece]] = {}
-
-    def split(source: str, dim: int, shards: int = tp_size, shard: int = tp_rank) -> LayoutPiece:
-        length = names[source][dim] // shards
-        return LayoutPiece(source, dim, shard * length, length)
-
-    for name in names:
-        module, kind = name.rsplit(".", 1)
-        parent, leaf = module.rsplit(".", 1) if "." in module else ("", module)
-        if leaf == "q_proj":
-            stacked = [split(name, 0)]
-            stacked += [split(f"{parent}.{x}.{kind}", 0, kv_shards, kv_shard) for x in ("k_proj", "v_proj")]
-            layout[f"{parent}.qkv_proj.{kind}"] = stacked
-        elif leaf == "gate_proj":
-            layout[f"{parent}.gate_up_proj.{kind}"] = [split(name, 0), split(f"{parent}.up_proj.{kind}", 0)]
-        elif leaf in ("k_proj", "v_proj", "up_proj"):
-            continue  # stacked above
-        elif leaf in ("o_proj", "down_proj") and kind == "weight":
-            layout[name] = [split(name, 1)]
-        elif leaf in ("embed_tokens", "lm_head"):
-            layout[name] = _vocabulary_pieces(name, names[name][0], tp_size, tp_rank)
-        else:
-            layout[name] = [LayoutPiece(name)]
-    return layout
-
-
-def _vocabulary_pieces(name: str, rows: int, tp_size: int, tp_rank: int) -> list[LayoutPiece]:
-    """This rank's rows of a vocabulary that is padded to a multiple of 64 and split evenly."""
-    per_rank = -(-rows // 64) * 64 // tp_size
-    start = min(tp_rank * per_rank, rows)
-    real = min(per_rank, rows - start)
-    pieces = [LayoutPiece(name, 0, start, real)] if real else []
-    return pieces + ([LayoutPiece(None, 0, 0, per_rank - real)] if real < per_rank else [])
 
 
 def checksum(tensor: Tensor) -> int:
@@ -103,10 +44,14 @@ class WeightSync:
     def __init__(self, policy: CausalPolicy, engine: RolloutEngine, *, fsdp: FSDPConfig) -> None:
         self.policy, self.engine, self.fsdp = policy, engine, fsdp
         self._dtype = next(engine.model.parameters()).dtype
-        self.layout = engine_layout(policy, tp_size=engine.tp_size, tp_rank=engine.tp_rank)
-        # Where each Hugging Face tensor goes: its pieces, and the places in the engine that they fill. The engine's
-        # addresses stay for good, so that captured graphs stay valid.
-        self._places: dict[str, list[tuple[LayoutPiece, Tensor]]] = {}
+        self.layout: Layout | None = None
+        """How this rank's engine is filled, from the first `load` on."""
+        # Of all ranks: what the loader computes, and the Hugging Face tensors that an engine tensor is made of.
+        self._computed: frozenset[str] = frozenset()
+        self._made_of: dict[str, list[str]] = {}
+        # Where each Hugging Face tensor goes: its boxes, and their places in the engine. The engine's addresses stay
+        # for good, so that captured graphs stay valid.
+        self._places: dict[str, list[tuple[Box, Tensor]]] = {}
         self._padding: list[Tensor] = []
         self._shards: list[Tensor] | None = None  # on a single rank: what goes into each place, in their order
 
@@ -137,92 +82,108 @@ class WeightSync:
     def copy(self) -> None:
         """Copies every weight of the policy into the engine's own parameters, in the engine's precision.
 
-        The engine's weights must be awake, and its layout proved before (`load`, then `verify`).
+        The engine's weights must be awake, and its layout learned before (`load`). Where a loader computes, it is
+        loaded again.
         """
-        if not self._places:
-            self._find_places()
+        assert self.layout is not None, "nothing is known of the engine's layout: load() first"
+        if self._computed:
+            self.engine.load_weights(iter_full_tensors(self.policy, self._dtype))
+            return
         if self._padding:
             torch._foreach_zero_(self._padding)
         if self.engine.world.size > 1:
             for weights in iter_gathered(self.policy, self._dtype):
                 targets = [(name, *target) for name in weights for target in self._places[name]]
                 if targets:  # tensor-parallel ranks may have no row of a small vocabulary
-                    parts = [_part(piece, weights[name], place) for name, piece, place in targets]
+                    parts = [box.part(weights[name]) for name, box, _ in targets]
                     torch._foreach_copy_([place for _, _, place in targets], parts)
             return
         if self._shards is None:
             reshard(self.policy)
             self._shards = [
-                _part(piece, parameter.detach().to_local(), place)
+                box.part(parameter.detach().to_local())
                 for source, parameter in self.policy.named_parameters()
-                for piece, place in self._places[source]
+                for box, _ in self._places[source]
             ]
         # One call: to launch hundreds of copies takes far longer than to copy.
         torch._foreach_copy_([place for places in self._places.values() for _, place in places], self._shards)
         if self.fsdp.param_offload:  # they leave the GPU, and come back to other addresses
             self._shards = None
 
+    @torch.no_grad()
+    def load(self) -> None:
+        """Writes every weight of the policy into the engine through vLLM's loader and learns the engine's layout.
+
+        Then overwrites the engine and copies; every bit must be as the loader left it. The engine's weights must be
+        awake. Raises WeightSyncError on all ranks.
+        """
+        world, held = self.engine.world, self.engine.parameters()
+        self.layout = learn_layout(self.engine.load_weights, iter_full_tensors(self.policy, self._dtype), held)
+        loaded = {name: checksum(tensor) for name, tensor in held.items()}
+        replicas = world.gather((self.engine.replica, self.layout))
+        layouts = [layout for replica, layout in replicas if replica == self.engine.replica]
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.policy.named_parameters()}
+        world.agree(lambda: _refuse_layout(unwritten_targets(self.layout, held), unused_sources(layouts, shapes)))
+        self._computed = frozenset().union(*(layout.computed for _, layout in replicas))
+        self._made_of = {
+            name: sorted({box.source for _, layout in replicas for box in layout.boxes.get(name, ())} - {None})
+            for name in held
+        }
+        self._find_places()
+        for tensor in held.values():
+            tensor.fill_(float("nan"))
+        self.copy()
+        world.agree(lambda: _refuse_wrong([name for name, sum_ in loaded.items() if checksum(held[name]) != sum_]))
+
     def _find_places(self) -> None:
         held = self.engine.parameters()
-        places: dict[str, list[tuple[LayoutPiece, Tensor]]] = {name: [] for name, _ in self.policy.named_parameters()}
-        for name, pieces in self.layout.items():
-            start = 0
-            for piece in pieces:
-                length = held[name].shape[piece.dim] if piece.length is None else piece.length
-                place = held[name].narrow(piece.dim, start, length)
-                start += length
-                if piece.source is None:
-                    self._padding.append(place)
-                else:
-                    places[piece.source].append((piece, place))
+        places: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name, _ in self.policy.named_parameters()}
+        self._padding, self._shards = [], None
+        for box in (box for boxes in self.layout.boxes.values() for box in boxes):
+            if box.source is None:
+                self._padding.append(box.place(held[box.target]))
+            else:
+                places[box.source].append((box, box.place(held[box.target])))
         self._places = places
 
-    def load(self) -> None:
-        """Writes every weight of the policy into the engine through vLLM's loader, in the engine's precision.
-
-        The engine's weights must be awake. `verify` finds a parameter that was not written: it holds random numbers.
-        """
-        self.engine.load_weights(iter_full_tensors(self.policy, self._dtype))
-
+    @torch.no_grad()
     def verify(self, names: list[str] | None = None) -> int:
         """The number of engine parameters whose bits were proved equal to the policy's; of all when names is None.
 
-        All ranks give the same names. Raises WeightSyncError, naming the tensors.
+        What a loader computes must come out of another load as it is. All ranks give the same names. Raises
+        WeightSyncError, naming the tensors.
         """
+        assert self.layout is not None, "nothing is known of the engine's layout: load() first"
         held = self.engine.parameters()
-        self.engine.world.agree(lambda: _refuse_unknown(set(held) ^ set(self.layout)))
         parameters = dict(self.policy.named_parameters())
-        names = sorted(self.layout) if names is None else names
+        names = sorted(held) if names is None else names
         wrong = []
         for name in names:
-            pieces = self.layout[name]
-            sources = {p.source: full_tensor(parameters[p.source], self._dtype) for p in pieces if p.source is not None}
-            expected = torch.cat([_cut(piece, sources, held[name]) for piece in pieces], dim=pieces[0].dim)
-            if expected.shape != held[name].shape or checksum(expected) != checksum(held[name]):
+            whole = {source: full_tensor(parameters[source], self._dtype) for source in self._made_of[name]}
+            if name in self._computed:
+                continue
+            expected = torch.empty_like(held[name])
+            for box in self.layout.boxes[name]:
+                place = box.place(expected)
+                place.zero_() if box.source is None else place.copy_(box.part(whole[box.source]))
+            if checksum(expected) != checksum(held[name]):
                 wrong.append(name)
+        if computed := [name for name in names if name in self._computed]:
+            before = {name: checksum(held[name]) for name in computed}
+            self.copy()
+            wrong += [name for name in computed if checksum(held[name]) != before[name]]
         self.engine.world.agree(lambda: _refuse_wrong(wrong))
         return len(names)
 
 
-def _part(piece: LayoutPiece, source: Tensor, place: Tensor) -> Tensor:
-    """What of a whole tensor fills this place."""
-    return source.narrow(piece.dim, piece.start, place.shape[piece.dim])
-
-
-def _cut(piece: LayoutPiece, sources: dict[str, Tensor], like: Tensor) -> Tensor:
-    if piece.source is None:
-        return torch.zeros(piece.length, *like.shape[1:], dtype=like.dtype, device=like.device)
-    source = sources[piece.source].to(like.device)
-    length = source.shape[piece.dim] if piece.length is None else piece.length
-    return source.narrow(piece.dim, piece.start, length)
-
-
-def _refuse_unknown(names: set[str]) -> None:
-    if names:
-        raise WeightSyncError(
-            f"the engine's parameters are not the ones expected; {len(names)} differ, such as {min(names)}; "
-            "this model or vLLM version lays its weights out in an unknown way; please report the model's config.json"
-        )
+def _refuse_layout(unwritten: list[str], unused: list[str]) -> None:
+    for what, names in (("engine tensors as they are", unwritten), ("tensors of the policy out", unused)):
+        if names:
+            raise WeightSyncError(
+                f"the engine's loader leaves {what}; {len(names)}, such as {names[0]}; expected every element of the "
+                "policy in the engine and every element of the engine written; this model does not fit the engine's "
+                "version: please report its config.json"
+            )
 
 
 def _refuse_wrong(wrong: list[str]) -> None:
