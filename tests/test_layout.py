@@ -9,6 +9,8 @@ from lib.engine.layout import learn_layout, unused_sources, unwritten_targets
 from tests.layout_worker import KINDS, NORM
 from tests.prefork import prefork
 
+CPU = torch.device("cpu")
+
 
 def learn(loader, shapes, **held):
     """The layout after `loader(sources, held)`, of sources of random numbers with these shapes by name."""
@@ -103,7 +105,7 @@ def test_what_a_loader_computes_is_known_as_that(loader):
     target, kept = torch.empty(2, 3), torch.empty(2)
     layout, _ = learn(lambda g, h: (loader(g, h), h["kept"].zero_()), {"a": (2, 3)}, t=target, kept=kept)
     assert layout.computed == {"t"} and set(layout.boxes) == {"kept"}
-    assert unused_sources([layout], {"a": (2, 3)}) == []  # nobody knows
+    assert unused_sources([layout], {"a": (2, 3)}, CPU) == []  # nobody knows
 
 
 def test_what_a_load_leaves_out_is_named():
@@ -112,7 +114,7 @@ def test_what_a_load_leaves_out_is_named():
         lambda given, held: held["t"][:3].copy_(given["a"][:, :3]), {"a": (3, 4), "b": (2,)}, **held
     )
     assert unwritten_targets(layout, held) == ["t", "left"]
-    assert unused_sources([layout], {name: tuple(t.shape) for name, t in sources.items()}) == ["a", "b"]
+    assert unused_sources([layout], {name: tuple(t.shape) for name, t in sources.items()}, CPU) == ["a", "b"]
 
 
 def test_a_copy_that_changes_the_precision_counts_as_computed_and_one_that_is_replaced_does_not_count():
@@ -133,8 +135,8 @@ def test_what_one_rank_leaves_out_another_may_take():
         )
         for start in (0, 2)
     ]
-    assert unused_sources([layout for layout, _ in ranks], shapes) == []
-    assert unused_sources([ranks[1][0]], shapes) == ["a"]
+    assert unused_sources([layout for layout, _ in ranks], shapes, CPU) == []
+    assert unused_sources([ranks[1][0]], shapes, CPU) == ["a"]
 
 
 def test_sources_may_share_a_storage_and_an_address_may_be_used_again():

@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+Part = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and offset of a part of a tensor, in elements."""
+
 
 @dataclass(frozen=True)
 class Box:
@@ -70,43 +73,41 @@ def learn_layout(
 
 def unwritten_targets(layout: Layout, held: Mapping[str, Tensor]) -> list[str]:
     """Engine tensors with an element that the load did not write: after an engine has slept it would be garbage."""
-    return [name for name, boxes in layout.boxes.items() if not _covers(boxes, held[name])]
+    return [
+        name
+        for name, boxes in layout.boxes.items()
+        if not _covered(held[name], [(b.shape, b.target_strides, b.target_offset) for b in boxes], held[name].device)
+    ]
 
 
-def unused_sources(layouts: Iterable[Layout], shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Sources, of these shapes by name, with an element that no box takes on any of a replica's ranks.
+def unused_sources(layouts: Iterable[Layout], shapes: Mapping[str, Sequence[int]], device: torch.device) -> list[str]:
+    """Sources, of these shapes by name, with an element that no box of a replica's ranks takes; `device` counts them.
 
     None where a loader computes: what it takes for that is not seen.
     """
     layouts = list(layouts)
     if any(layout.computed for layout in layouts):
         return []
-    by_source: dict[str, list[Box]] = {name: [] for name in shapes}
+    taken: dict[str, list[Part]] = {name: [] for name in shapes}
     for box in (box for layout in layouts for boxes in layout.boxes.values() for box in boxes):
         if box.source is not None:
-            by_source[box.source].append(box)
-    unused = []
-    for name, boxes in by_source.items():
-        used = torch.zeros(tuple(shapes[name]), dtype=torch.bool)
-        for box in boxes:
-            box.part(used).fill_(True)
-        if not used.all():
-            unused.append(name)
-    return unused
+            taken[box.source].append((box.shape, box.source_strides, box.source_offset))
+    whole = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
+    return [name for name, parts in taken.items() if not _covered(whole[name], parts, device)]
 
 
 def _place(box: Box) -> tuple[Any, ...]:
     return box.shape, box.target_offset, box.target_strides
 
 
-def _covers(boxes: Sequence[Box], tensor: Tensor) -> bool:
-    """Whether the boxes fill an engine tensor whole."""
-    if any(box.shape == tuple(tensor.shape) and box.target_strides == tensor.stride() for box in boxes):
+def _covered(tensor: Tensor, parts: Sequence[Part], device: torch.device) -> bool:
+    """Whether the parts hold every element of a tensor, whose values are not read."""
+    if (tuple(tensor.shape), tensor.stride(), 0) in parts:
         return True
-    filled = torch.zeros(_extent(tensor), dtype=torch.bool, device=tensor.device)
-    for box in boxes:
-        box.place(filled).fill_(True)
-    return bool(filled.as_strided(tensor.shape, tensor.stride()).all())
+    marks = torch.zeros(_extent(tensor), dtype=torch.bool, device=device)
+    for part in parts:
+        marks.as_strided(*part).fill_(True)
+    return bool(marks.as_strided(tensor.shape, tensor.stride()).all())
 
 
 def _extent(tensor: Tensor) -> int:

@@ -123,7 +123,8 @@ class WeightSync:
         replicas = world.gather((self.engine.replica, self.layout))
         layouts = [layout for replica, layout in replicas if replica == self.engine.replica]
         shapes = {name: tuple(parameter.shape) for name, parameter in self.policy.named_parameters()}
-        world.agree(lambda: _refuse_layout(unwritten_targets(self.layout, held), unused_sources(layouts, shapes)))
+        unused = unused_sources(layouts, shapes, world.device)
+        world.agree(lambda: _refuse_layout(unwritten_targets(self.layout, held), unused))
         self._computed = frozenset().union(*(layout.computed for _, layout in replicas))
         self._made_of = {
             name: sorted({box.source for _, layout in replicas for box in layout.boxes.get(name, ())} - {None})
