@@ -139,6 +139,7 @@ def init_distributed() -> World:
     # Where torchrun is killed, no other process would end its ranks.
     if ATTEMPT in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ["USE_HUB_KERNELS"] = "NO"  # transformers would download code and run it
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what matters in its warnings is an error of ours
     if torch.cuda.is_available():
         num_local = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))

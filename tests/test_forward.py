@@ -8,6 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from lib.algorithms.advantages import OptimalTokenBaselineAdvantage
 from lib.dist import SINGLE
+from lib.errors import UserError
+from lib.model import attention
+from lib.model.attention import packed_attention
 from lib.model.batching import make_batch
 from lib.model.forward import SEQUENCES, compute_log_probs, forward_policy, pack, with_old_log_probs
 from lib.model.networks import build_policy, load_weights_
@@ -69,6 +72,27 @@ def test_a_neighbour_in_the_pack_changes_nothing_not_even_a_bit(tmp_path):
     values = [forward_policy(policy, make_batch(p, SINGLE, mini_batch_size=2), temperature=1.0)[0][0] for p in packs]
     size = len(first.response_ids)
     torch.testing.assert_close(values[0][:size], values[1][:size], atol=1e-6, rtol=0)
+
+
+def test_attention_refuses_a_keyword_that_it_does_not_know():
+    """Such as gpt-oss's sinks: left out, every log-prob is another one. None says that a model has no such thing."""
+    q, known = torch.randn(1, 2, 5, 16), dict(scaling=0.25, cu_seq_lens_q=torch.tensor([0, 3, 5], dtype=torch.int32))
+    words = known | dict(max_length_q=3, dropout=0.0, position_ids=torch.arange(5), use_cache=False, s_aux=None)
+    assert packed_attention(torch.nn.Identity(), q, q, q, None, **words)[0].shape == (1, 5, 2, 16)
+    with pytest.raises(UserError, match="; Identity; found s_aux, expected none but cu_seq_lens_k"):
+        packed_attention(torch.nn.Identity(), q, q, q, None, **words | dict(s_aux=torch.zeros(2)))
+
+
+def test_a_compiled_layer_follows_the_check_of_keywords(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+
+    def layer(x, **keywords):
+        attention._refuse_unknown(module, keywords)
+        return x + 1
+
+    module, x = torch.nn.Identity(), torch.zeros(2)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, dropout=0.0, position_ids=x, s_aux=None), x + 1)
 
 
 def test_pack_restarts_positions_and_points_one_token_before_each_response_token():

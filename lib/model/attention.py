@@ -11,10 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lib.errors import UserError
 from lib.model.cudnn_attention import attend_by_cudnn, has_cudnn
 
 PACKED = "lockstep_packed"
 """The name under which transformers knows this attention."""
+HARMLESS = frozenset({"dropout", "position_ids", "use_cache", "cu_seq_lens_k", "max_length_k"})
+"""Keywords of transformers that change nothing here: borders say where sequences lie, and the engine samples without
+dropout."""
 _has_cudnn = False  # a plain value: the compiler of a layer would follow the function that finds it out
 
 
@@ -29,15 +33,15 @@ def register_packed_attention() -> None:
 
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
-    cu_seq_lens_q: Tensor, max_length_q: int, sliding_window: int | None = None, **_: Any,
+    cu_seq_lens_q: Tensor, max_length_q: int, sliding_window: int | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention within each packed sequence.
 
     query (1, heads, N, d), key and value (1, kv_heads, N, d); cu_seq_lens_q (S + 1,) int32 holds the S sequences'
-    borders, for sequences of 3 and 2 tokens [0, 3, 5], the last sequences may be empty; gives (1, N, heads, d). The
-    remaining keywords are what transformers passes to every attention and packing does not need, and dropout, since the
-    engine samples without it.
+    borders, for sequences of 3 and 2 tokens [0, 3, 5], the last sequences may be empty; gives (1, N, heads, d). Raises
+    UserError for a keyword that is not known to be harmless: gpt-oss's `s_aux`, left out, moves log-probs by 1.8 nats.
     """
+    _refuse_unknown(module, others)
     assert attention_mask is None, "packed attention isolates sequences by their borders, not by a mask"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # (tokens to the left, to the right)
@@ -46,6 +50,15 @@ def packed_attention(
         return attend_by_cudnn(q, k, v, cu_seq_lens_q, max_length_q, scaling).unsqueeze(0), None
     attend = _attend_varlen if on_gpu else _attend_each
     return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, window).unsqueeze(0), None  # (1, N, heads, d)
+
+
+def _refuse_unknown(module: nn.Module, keywords: dict[str, Any]) -> None:
+    for name, given in keywords.items():
+        if given is not None and name not in HARMLESS:
+            raise UserError(
+                f"this model's attention needs what packed attention does not have; {type(module).__name__}; found "
+                f"{name}, expected none but {', '.join(sorted(HARMLESS))}; choose another model"
+            )
 
 
 def _attend_varlen(
