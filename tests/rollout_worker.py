@@ -18,7 +18,7 @@ import lib.engine.engine
 import lib.model.fsdp
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.engine.engine import RolloutConfig, RolloutEngine, Sampling
-from lib.engine.patches import set_engine_environment
+from lib.engine.in_process import set_engine_environment
 from lib.engine.weight_sync import WeightSync, names_to_check
 from lib.errors import WeightSyncError
 from lib.model.batching import make_batch

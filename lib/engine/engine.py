@@ -1,6 +1,6 @@
 """The vLLM engine inside this process: sampling, sleep and wake, and its parameters.
 
-Only this file and patches.py import vllm; what depends on its version is there. Every rank builds an engine;
+Only this room imports vllm; what depends on its version is in in_process.py and fast/. Every rank builds an engine;
 `tensor_model_parallel_size` consecutive ranks form one replica, whose ranks must call every method here with the same
 arguments. Replicas know nothing of each other.
 
@@ -21,15 +21,9 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from lib.dist import TIMEOUT, World
-from lib.engine.patches import (
-    TokenIds,
-    build_llm,
-    one_pass_sampling,
-    restored_host_state,
-    set_engine_environment,
-    short_cuts,
-    unfinished_requests,
-)
+from lib.engine.fast.decode_loop import TokenIds, short_cuts
+from lib.engine.fast.one_pass_sampling import one_pass_sampling
+from lib.engine.in_process import build_llm, restored_host_state, set_engine_environment, unfinished_requests
 from lib.errors import Stopped, UserError, check_fields
 from lib.types import Rollout, Sample
 

@@ -18,7 +18,7 @@ from lib.data.prompts import DataFiles, Prompts, check_data_files, tokenize
 from lib.data.tokenizer import load_tokenizer, stop_token_ids
 from lib.dist import World
 from lib.engine.engine import RolloutConfig
-from lib.engine.patches import check_vllm
+from lib.engine.in_process import check_vllm
 from lib.errors import UserError
 from lib.launch.resume import Resume, find_resume, with_date
 from lib.launch.train_config import TrainConfig

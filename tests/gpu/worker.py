@@ -14,8 +14,8 @@ import torch
 import vllm
 
 import lib.engine.engine
-import lib.engine.gumbel
-import lib.engine.patches
+import lib.engine.fast.attention_splits
+import lib.engine.fast.gumbel
 import lib.model.optim
 from lib.algorithms.advantages import GroupAdvantage
 from lib.algorithms.aggregation import aggregate
@@ -24,7 +24,7 @@ from lib.algorithms.losses import ClipLoss
 from lib.algorithms.step_metrics import mismatch_metrics, update_metrics
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.engine.engine import RolloutConfig, RolloutEngine, Sampling
-from lib.engine.patches import TokenIds, short_cuts
+from lib.engine.fast.decode_loop import TokenIds, short_cuts
 from lib.engine.weight_sync import WeightSync
 from lib.errors import Stopped, UserError
 from lib.model.batching import iter_micro_batches, make_batch
@@ -146,7 +146,7 @@ def count_calls(owner, name):
 
 def of_the_engine(path, world):
     """Short cuts against vLLM's scheduler as it is, under preemption and prefix hits; both ways of syncing."""
-    lib.engine.patches.FULL_WAVES = 0.2  # from some number of sequences on no splits, as in a large batch
+    lib.engine.fast.attention_splits.FULL_WAVES = 0.2  # from some number of sequences on no splits, as in a large batch
     vllm.LLM = partial(vllm.LLM, num_gpu_blocks_override=150)  # 40 responses of 240 tokens want 600 blocks of 16
     engine = RolloutEngine(
         RolloutConfig(max_response_len=240, max_num_batched_tokens=2048, gpu_memory_utilization=0.3), path,
@@ -178,7 +178,7 @@ def of_the_engine(path, world):
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
     from vllm.v1.worker.gpu.sample import sampler
 
-    races, builds = count_calls(lib.engine.gumbel, "race"), count_calls(FlashAttentionMetadataBuilder, "build")
+    races, builds = count_calls(lib.engine.fast.gumbel, "race"), count_calls(FlashAttentionMetadataBuilder, "build")
     plain, results = sampler.gumbel_sample, {}
     for name, patches in {"short cuts": short_cuts, "plain": lambda _: nullcontext()}.items():
         lib.engine.engine.short_cuts = patches

@@ -1,0 +1,24 @@
+"""Fast path: leaves out of vLLM's start-up what serves others."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def quick_start() -> Iterator[None]:
+    """Leaves out of vLLM's start-up what serves others.
+
+    That is a second process that imports all of vLLM to look at a model's class for the first time (this process may
+    have a GPU's context, and has), and on a GPU a trial step with every way of sampling, prompt log-probs among them:
+    what a run does use compiles when it first does.
+    """
+    from vllm import SamplingParams
+    from vllm.model_executor.models import registry
+
+    plain = registry._run_in_subprocess, SamplingParams.for_sampler_warmup
+    registry._run_in_subprocess = lambda look: look()
+    SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(seed=0, logprobs=0))
+    try:
+        yield
+    finally:
+        registry._run_in_subprocess, SamplingParams.for_sampler_warmup = plain[0], staticmethod(plain[1])
