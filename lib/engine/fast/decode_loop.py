@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy
 
+from lib.engine.fast import decode_check
+from lib.engine.fast.needs import Calls, FastPath, Has, Replaces, replaced
+
 
 class TokenIds(list):
     """Token ids in which vLLM looks up every sampled token: as fast for hundreds of them as for one."""
@@ -31,27 +34,46 @@ def short_cuts(engine: Any) -> Iterator[None]:
     all attend to the whole sequence; a no-op for others.
     """
     from vllm.v1.engine.logprobs import LogprobsProcessor
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     scheduler = engine.engine_core.engine_core.scheduler
+    if not _serves(scheduler):
+        yield
+        return
+    # With stop strings every token becomes text at once.
+    with (
+        _loop_in(scheduler, tells_at_once=engine.renderer.tokenizer is not None) as decoder,
+        replaced((LogprobsProcessor, "_update_sample_logprobs", _keep_log_probs)),
+    ):
+        yield
+        engine.output_processor.process_outputs(decoder.untold())  # of requests that go on
+
+
+def _serves(scheduler: Any) -> bool:
+    """Whether all layers of the scheduler's model attend to the whole sequence, and nothing else is unusual."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
     groups = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
     spec = groups[0].kv_cache_spec if len(groups) == 1 else None
     special = (scheduler.connector, scheduler.lora_config, scheduler.num_lookahead_tokens)
-    if type(spec) is not FullAttentionSpec or spec.sliding_window or any(special):
-        yield
-        return
+    return type(spec) is FullAttentionSpec and not spec.sliding_window and not any(special)
+
+
+@contextmanager
+def _loop_in(scheduler: Any, *, tells_at_once: bool = False) -> Iterator["_Decoder"]:
+    """A decoder in place of the methods of a scheduler that it serves."""
     assert "schedule" not in vars(scheduler), "two calls of generate at once"
-    # With stop strings every token becomes text at once.
-    decoder = _Decoder(scheduler, spec.block_size, tells_at_once=engine.renderer.tokenizer is not None)
-    file_log_probs = LogprobsProcessor._update_sample_logprobs
-    try:
-        scheduler.schedule, scheduler.update_from_output = decoder.schedule, decoder.update_from_output
-        LogprobsProcessor._update_sample_logprobs = _keep_log_probs
-        yield
-        engine.output_processor.process_outputs(decoder.untold())  # of requests that go on
-    finally:
-        del scheduler.schedule, scheduler.update_from_output
-        LogprobsProcessor._update_sample_logprobs = file_log_probs
+    [group] = scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+    decoder = _Decoder(scheduler, group.kv_cache_spec.block_size, tells_at_once=tells_at_once)
+    with replaced(
+        (scheduler, "schedule", decoder.schedule), (scheduler, "update_from_output", decoder.update_from_output)
+    ):
+        yield decoder
+
+
+def _difference(engine: Any) -> str | None:
+    """The self-check, for an engine that was just built."""
+    core = engine.engine_core.engine_core
+    return decode_check.difference(core, _loop_in) if _serves(core.scheduler) else None
 
 
 def _keep_log_probs(processor: Any, lists: Any) -> None:
@@ -225,3 +247,53 @@ class _Decoder:
                 outputs.append(EngineCoreOutput(request_id=one.name, new_token_ids=[]))
                 one.tell(outputs[-1])
         return outputs
+
+
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+PATH = FastPath(
+    name="decode loop",
+    tested=("0.26", "0.30"),
+    while_sampling=short_cuts,
+    self_check=_difference,
+    needs=(
+        Has("vllm.v1.engine.llm_engine:LLMEngine", "engine_core output_processor renderer"),
+        Has("vllm.v1.engine.core_client:InprocClient", "engine_core"),
+        Has("vllm.v1.engine.core:EngineCore", "scheduler"),
+        Replaces(f"{SCHEDULER}.schedule", "self throttle_prefills"),
+        Replaces(f"{SCHEDULER}.update_from_output", "self scheduler_output model_runner_output"),
+        Has(SCHEDULER, "connector kv_cache_manager lora_config max_model_len max_num_running_reqs running"),
+        Has(SCHEDULER, "max_num_scheduled_tokens num_lookahead_tokens prev_step_scheduled_req_ids"),
+        Has(SCHEDULER, "use_v2_model_runner"),
+        Has("vllm.v1.core.sched.async_scheduler:AsyncScheduler", ""),
+        Calls("vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots", "self request num_new_tokens"),
+        Calls("vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks", "self request num_computed_tokens"),
+        Calls("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids", "self", "allow_none"),
+        Has("vllm.v1.core.kv_cache_manager:KVCacheManager", "block_pool kv_cache_config"),
+        Calls("vllm.v1.core.block_pool:BlockPool.get_num_free_blocks", "self"),
+        Has("vllm.v1.kv_cache_interface:KVCacheConfig", "kv_cache_groups"),
+        Has("vllm.v1.kv_cache_interface:KVCacheGroupSpec", "kv_cache_spec"),
+        Has("vllm.v1.kv_cache_interface:FullAttentionSpec", "block_size sliding_window"),
+        Has("vllm.v1.request:Request", "_all_token_ids _output_token_ids is_prefill_chunk max_tokens"),
+        Has("vllm.v1.request:Request", "num_computed_tokens num_in_flight_tokens num_output_placeholders"),
+        Has("vllm.v1.request:Request", "num_prompt_tokens request_id sampling_params status"),
+        Calls("vllm.v1.request:Request.update_block_hashes", "self"),
+        Has("vllm.v1.request:RequestStatus", "RUNNING"),
+        Has("vllm.sampling_params:SamplingParams", "eos_token_id stop_token_ids"),
+        Has("vllm.v1.core.sched.output:SchedulerOutput", "num_scheduled_tokens scheduled_cached_reqs"),
+        Has("vllm.v1.core.sched.output:SchedulerOutput", "total_num_scheduled_tokens"),
+        Has(
+            "vllm.v1.core.sched.output:CachedRequestData", "new_block_ids num_computed_tokens num_output_tokens req_ids"
+        ),
+        Has("vllm.v1.outputs:ModelRunnerOutput", "logprobs req_id_to_index sampled_token_ids"),
+        Calls("vllm.v1.outputs:LogprobsLists", named="logprob_token_ids logprobs sampled_token_ranks"),
+        Calls("vllm.v1.engine:EngineCoreOutput", named="request_id new_token_ids"),
+        Has("vllm.v1.engine:EngineCoreOutput", "finish_reason new_logprobs new_token_ids request_id"),
+        Calls("vllm.v1.engine:EngineCoreOutputs"),
+        Has("vllm.v1.engine:EngineCoreOutputs", "outputs"),
+        Replaces("vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs", "self logprobs_lists"),
+        Has("vllm.v1.engine.logprobs:LogprobsProcessor", "logprobs"),
+        Has("vllm.logprobs:FlatLogprobs", "logprobs"),
+        Calls("vllm.v1.engine.output_processor:OutputProcessor.process_outputs", "self engine_core_outputs"),
+        *decode_check.NEEDS,
+    ),
+)

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lib.engine.fast.needs import Calls, FastPath, Replaces, replaced
+
 
 @contextmanager
 def quick_start() -> Iterator[None]:
@@ -15,10 +17,21 @@ def quick_start() -> Iterator[None]:
     from vllm import SamplingParams
     from vllm.model_executor.models import registry
 
-    plain = registry._run_in_subprocess, SamplingParams.for_sampler_warmup
-    registry._run_in_subprocess = lambda look: look()
-    SamplingParams.for_sampler_warmup = staticmethod(lambda: SamplingParams(seed=0, logprobs=0))
-    try:
+    with replaced(
+        (registry, "_run_in_subprocess", lambda look: look()),
+        (SamplingParams, "for_sampler_warmup", staticmethod(lambda: SamplingParams(seed=0, logprobs=0))),
+    ):
         yield
-    finally:
-        registry._run_in_subprocess, SamplingParams.for_sampler_warmup = plain[0], staticmethod(plain[1])
+
+
+PATH = FastPath(
+    name="quick start",
+    tested=("0.26", "0.30"),
+    without="the same engine, some seconds later",
+    while_building=quick_start,
+    needs=(
+        Replaces("vllm.model_executor.models.registry:_run_in_subprocess", "fn"),
+        Replaces("vllm.sampling_params:SamplingParams.for_sampler_warmup", ""),
+        Calls("vllm.sampling_params:SamplingParams", named="seed logprobs"),
+    ),
+)
