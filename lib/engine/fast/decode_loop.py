@@ -132,6 +132,7 @@ class _Decoder:
         self.plain_schedule, self.plain_update = scheduler.schedule, scheduler.update_from_output
         self.runs_ahead = isinstance(scheduler, AsyncScheduler)  # a step is scheduled before the last one's tokens
         self.running, self.tells_at_once = RequestStatus.RUNNING, tells_at_once
+        self.limits_active = hasattr(scheduler, "max_num_active_reqs")  # from 0.31 on it admits requests by this
         self.decoding: dict[str, _Decoding] = {}
 
     def schedule(self, *arguments: Any) -> Any:
@@ -167,13 +168,11 @@ class _Decoder:
         for index in at_border:
             new_blocks[index] = manager.allocate_slots(now[index].request, 1).get_block_ids(allow_none=True)
         scheduler.running = list(others)  # to which vLLM appends
-        scheduler.max_num_running_reqs -= len(now)
-        scheduler.max_num_scheduled_tokens -= len(now)
+        self._raise_limits(-len(now))
         try:
             output = self.plain_schedule(*arguments)
         finally:
-            scheduler.max_num_running_reqs += len(now)
-            scheduler.max_num_scheduled_tokens += len(now)
+            self._raise_limits(len(now))
             assert scheduler.running[: len(others)] == others, "preempted although there are blocks"
             scheduler.running = before + scheduler.running[len(others) :]
 
@@ -193,6 +192,13 @@ class _Decoder:
         if not scheduler.use_v2_model_runner:
             scheduler.prev_step_scheduled_req_ids.update(names)
         return output
+
+    def _raise_limits(self, number: int) -> None:
+        scheduler = self.scheduler
+        scheduler.max_num_running_reqs += number
+        scheduler.max_num_scheduled_tokens += number
+        if self.limits_active:
+            scheduler.max_num_active_reqs += number
 
     def update_from_output(self, scheduled: Any, result: Any) -> Any:
         """Takes the tokens of a step that has run; what vLLM's output processor is told of them."""
@@ -252,7 +258,7 @@ class _Decoder:
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 PATH = FastPath(
     name="decode loop",
-    tested=("0.26", "0.30"),
+    tested=("0.26", "0.30", "0.32"),
     while_sampling=short_cuts,
     self_check=_difference,
     needs=(

@@ -26,7 +26,7 @@ def quick_start() -> Iterator[None]:
 
 PATH = FastPath(
     name="quick start",
-    tested=("0.26", "0.30"),
+    tested=("0.26", "0.30", "0.32"),
     without="the same engine, some seconds later",
     while_building=quick_start,
     needs=(
