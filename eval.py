@@ -182,6 +182,8 @@ def generate(
         cfg.rollout, str(model.files.folder), dtype=dtype, max_prompt_len=cfg.data.max_prompt_len,
         most_responses=len(samples) * cfg.rollout.n, stop_token_ids=stop_ids, world=world, seed=cfg.seed,
     )  # fmt: skip
+    for warning in engine.warnings:
+        terminal.say(f"warning: {warning}")
     terminal.say(f"the engine holds the model: all {load_engine_(engine, model, world)} tensors were written")
     share, num_tokens, start = engine.share(samples), 0, time.perf_counter()
     with terminal.progress("generating", len(share)) as advance:

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy
 import torch
 
-from lib.engine.patches import _Decoder, set_engine_environment
+from lib.engine.fast.decode_loop import _Decoder
+from lib.engine.in_process import set_engine_environment
 
 STOPS, EOS = [3, 5], 7
 

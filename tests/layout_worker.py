@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from lib.dist import World, init_distributed, shutdown_distributed
-from lib.engine.engine import RolloutConfig, RolloutEngine
+from lib.engine.engine import RolloutEngine
+from lib.engine.rollout_config import RolloutConfig
 from lib.engine.weight_sync import WeightSync
 from lib.errors import WeightSyncError
 from lib.model.fsdp import FSDPConfig, load_policy

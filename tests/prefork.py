@@ -209,7 +209,7 @@ def _die_with_parent() -> None:
 
 if __name__ == "__main__":
     if "vllm" in sys.argv:
-        from lib.engine.patches import set_engine_environment
+        from lib.engine.in_process import set_engine_environment
 
         set_engine_environment(on_gpu=False)
         LIBRARIES = (*LIBRARIES, "vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")

@@ -8,18 +8,17 @@ import json
 import os
 import random
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy
 import torch
 
-import lib.engine.engine
 import lib.engine.weight_sync
 import lib.model.fsdp
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.engine.engine import RolloutEngine
-from lib.engine.patches import set_engine_environment
+from lib.engine.fast.paths import FastPaths
+from lib.engine.in_process import set_engine_environment
 from lib.engine.rollout_config import RolloutConfig, Sampling
 from lib.engine.weight_sync import WeightSync, names_to_check
 from lib.errors import WeightSyncError
@@ -144,9 +143,9 @@ def main(path, out, tp_size):
     manager = engine._engine.engine_core.engine_core.scheduler.kv_cache_manager
     calls, allocate = [], manager.allocate_slots
     type(manager).allocate_slots = lambda self, *a, **k: (calls.append(1), allocate(*a, **k))[1]
-    usual_patches = lib.engine.engine.short_cuts
-    for name, patches in {"short cuts": usual_patches, "plain": lambda _: nullcontext()}.items():
-        lib.engine.engine.short_cuts = patches
+    found["warnings"], usual_paths = engine.warnings, engine._fast_paths
+    for name, paths in {"short cuts": usual_paths, "plain": FastPaths("off", world)}.items():
+        engine._fast_paths = paths
         calls.clear()
         engine.sleep()  # drops cached prefixes
         rollouts = generate(engine, SAMPLES[:6], world, max_response_len=240)
@@ -154,6 +153,7 @@ def main(path, out, tp_size):
         found[f"{name}: allocations"] = len(calls)
     found["short cuts change nothing"] = long["short cuts"] == long["plain"]
     found["longest"] = max(len(ids) for _, _, ids, _ in long["plain"][0])
+    engine._fast_paths = usual_paths
     closed = engine.generate(engine.share(SAMPLES), Sampling(n=3, max_response_len=240, temperature=TEMPERATURE))
     next(closed)
     closed.close()  # a reader who stops early: nothing runs on into the next call
@@ -194,8 +194,8 @@ def main(path, out, tp_size):
         world=world, seed=5,
     )  # fmt: skip
     stopped = []
-    for patches in (usual_patches, lambda _: nullcontext()):
-        lib.engine.engine.short_cuts = patches
+    for paths in (with_text._fast_paths, FastPaths("off", world)):
+        with_text._fast_paths = paths
         with_text.sleep()
         rollouts = generate(with_text, SAMPLES, world, max_response_len=240)
         stopped.append([*summary(rollouts), [r.rollout_log_probs for r in rollouts]])

@@ -88,7 +88,7 @@ def test_every_tensor_is_compared_and_stale_or_missing_weights_are_found(found, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_short_cuts_in_the_scheduler_change_nothing(found, layout):
     assert found[layout]["longest"] > found[layout]["block size"]
-    assert found[layout]["short cuts change nothing"]
+    assert found[layout]["warnings"] == [] and found[layout]["short cuts change nothing"]
     assert found[layout]["short cuts: allocations"] < 0.2 * found[layout]["plain: allocations"]
 
 

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from lib.engine.patches import set_engine_environment
+from lib.engine.in_process import set_engine_environment
 
 
 def main(folder, out, *ids):

@@ -1,6 +1,6 @@
 """The vLLM engine inside this process: sampling, sleep and wake, and its parameters.
 
-Only this file and patches.py import vllm; what depends on its version is there. Every rank builds an engine;
+Only this room imports vllm; what depends on its version is in in_process.py and fast/. Every rank builds an engine;
 `tensor_model_parallel_size` consecutive ranks form one replica, whose ranks must call every method here with the same
 arguments. Replicas know nothing of each other.
 
@@ -21,15 +21,9 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from lib.dist import TIMEOUT, World
-from lib.engine.patches import (
-    TokenIds,
-    build_llm,
-    one_pass_sampling,
-    restored_host_state,
-    set_engine_environment,
-    short_cuts,
-    unfinished_requests,
-)
+from lib.engine.fast.decode_loop import TokenIds
+from lib.engine.fast.paths import FastPaths
+from lib.engine.in_process import build_llm, restored_host_state, set_engine_environment, unfinished_requests
 from lib.engine.rollout_config import MAX_GROUP, RolloutConfig, Sampling
 from lib.errors import Stopped, UserError
 from lib.types import Rollout, Sample
@@ -82,10 +76,12 @@ class RolloutEngine:
         name = world.gather(uuid.uuid4().hex)[0]
         with restored_host_state():
             gc.disable()  # what is built stays; searching it again and again takes seconds
+            self._fast_paths = FastPaths(cfg.fast_paths, world)
             try:
-                self._llm = build_llm(
-                    cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self.sleeps, name
-                )
+                with self._fast_paths.while_building():
+                    self._llm = build_llm(
+                        cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self.sleeps, name
+                    )
             except AssertionError as error:
                 if "memory profiling" not in str(error):
                     raise
@@ -100,12 +96,18 @@ class RolloutEngine:
                     f"{' '.join(str(error).split())[:300]}; change --rollout.{memory.replace('_', '-')} (now "
                     f"{getattr(cfg, memory)}), or what it names (its own flags are not ours)"
                 ) from error
+            self._fast_paths.check(self._llm.llm_engine)
         self._engine = self._llm.llm_engine
         self.model: nn.Module = self._llm.apply_model(lambda model: model)[0]
         self._awake = {"weights", "kv_cache"}
         self._request_count = 0
         # What torch's allocator goes on counting for the engine while it sleeps and its pages are unmapped.
         self.pool_bytes = torch.cuda.memory_allocated(world.device) if self.sleeps else 0
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for each fast path that stepped aside; the same ones on all ranks."""
+        return self._fast_paths.warnings
 
     @property
     def is_leader(self) -> bool:
@@ -258,7 +260,7 @@ class RolloutEngine:
         # Sampling draws from the host's random state even with a seed per request.
         stop = self._agreeing(stop)
         try:
-            with restored_host_state(), short_cuts(self._engine), one_pass_sampling():
+            with restored_host_state(), self._fast_paths.while_sampling(self._engine):
                 gc.disable()  # sampling leaves no cycles, and a search takes as long as many of its steps
                 while self._engine.has_unfinished_requests() and not enough():
                     if stop():

@@ -5,6 +5,7 @@ eval.py refuses the fields that RolloutConfig itself adds: without a trainer the
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from lib.errors import UserError, check_fields
 
@@ -68,6 +69,9 @@ class EngineConfig:
     """Compute the prompt of a group once."""
     cpu_kv_cache_gib: float = 1.0
     """KV cache when running on a CPU, in GiB per rank."""
+    fast_paths: Literal["auto", "off"] = "auto"
+    """Our own ways in place of slower ones of vLLM's: auto: each where the installed vLLM has what it needs, or a
+    warning; off: none."""
 
     def __post_init__(self) -> None:
         check_fields(

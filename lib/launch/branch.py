@@ -22,7 +22,7 @@ MAY_DIFFER = (
     "rollout.max_log_probs_diff",
     *("rollout.tensor_model_parallel_size", "rollout.gpu_memory_utilization", "rollout.max_num_*"),
     *("rollout.max_cudagraph_capture_size", "rollout.enforce_eager", "rollout.enable_prefix_caching"),
-    *("rollout.sleep", "rollout.cpu_kv_cache_gib"),
+    *("rollout.sleep", "rollout.cpu_kv_cache_gib", "rollout.fast_paths"),
 )
 """Options that a continued run may give anew: they change what it shows, keeps or needs, not what it learns."""
 OF_RESPONSES = (

@@ -17,7 +17,7 @@ from lib.data.parquet import Rows
 from lib.data.prompts import DataFiles, Prompts, check_data_files, tokenize
 from lib.data.tokenizer import load_tokenizer, stop_token_ids
 from lib.dist import World
-from lib.engine.patches import check_vllm
+from lib.engine.in_process import check_vllm
 from lib.engine.rollout_config import EngineConfig
 from lib.errors import UserError
 from lib.launch.resume import Resume, find_resume, with_date

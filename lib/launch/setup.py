@@ -127,6 +127,8 @@ def build_engine(cfg: TrainConfig, task: Task, run: Run) -> RolloutEngine:
         world=run.world,
         seed=cfg.seed,
     )
+    for warning in engine.warnings:
+        run.say(f"warning: {warning}")
     engine.sleep()
     if engine.on_gpu:
         asleep = " and asleep" if engine.sleeps else ""

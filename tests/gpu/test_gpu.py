@@ -110,6 +110,10 @@ def test_both_ways_of_syncing_arrive_whole(engine):
     assert [engine["loaded"], *engine["copied"]] == [2 * 8 + 2] * 3
 
 
+def test_every_fast_path_is_taken(engine):
+    assert engine["warnings"] == []
+
+
 def test_short_cuts_change_nothing_under_preemption_and_prefix_hits(engine):
     assert engine["short cuts: preempted"] == engine["plain: preempted"] > 0
     assert engine["longest"] > 100

@@ -40,7 +40,7 @@ def expected_token(logits, seed, position, temperature, quarter):
     ("vocab_size", "dtype"), [(151_936, torch.bfloat16), (5_003, torch.float32), (40, torch.float32)]
 )
 def test_the_race_takes_the_token_and_the_log_prob_of_the_slow_one(vocab_size, dtype):
-    from lib.engine.gumbel import NUM_QUARTER, race
+    from lib.engine.fast.gumbel import NUM_QUARTER, race
 
     generator = torch.Generator("cuda").manual_seed(0)
     rows = torch.randn(200, vocab_size + 24, device="cuda", generator=generator).mul(3).to(dtype)
@@ -74,7 +74,7 @@ def test_the_race_takes_the_token_and_the_log_prob_of_the_slow_one(vocab_size, d
 
 @pytest.mark.parametrize("vocab_size", [151_936, 5_003, 40])
 def test_logits_that_are_no_numbers_give_a_token_all_the_same_and_no_log_prob(vocab_size):
-    from lib.engine.gumbel import race
+    from lib.engine.fast.gumbel import race
 
     logits = torch.randn(5, vocab_size, device="cuda")
     logits[0] = logits[4] = float("nan")
@@ -92,7 +92,7 @@ def test_exponential_numbers_are_exact_from_the_smallest_to_the_largest():
     import triton
     import triton.language as tl
 
-    from lib.engine.gumbel import _exponential
+    from lib.engine.fast.gumbel import _exponential
 
     @triton.jit
     def kernel(bits_ptr, out_ptr, count: tl.constexpr):
@@ -112,7 +112,7 @@ def test_exponential_numbers_are_exact_from_the_smallest_to_the_largest():
 
 
 def test_the_race_is_won_as_often_as_the_probabilities_say():
-    from lib.engine.gumbel import race
+    from lib.engine.fast.gumbel import race
 
     count, places = 400_000, [3, 1500, 2500, 3999, 4500]
     logits = torch.full((1, 5000), -8.0, device="cuda")

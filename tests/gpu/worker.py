@@ -6,16 +6,14 @@ python -m tests.gpu.worker update|engine MODEL OUT
 import itertools
 import json
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch
 import vllm
 
-import lib.engine.engine
-import lib.engine.gumbel
-import lib.engine.patches
+import lib.engine.fast.attention_splits
+import lib.engine.fast.gumbel
 import lib.model.optim
 from lib.algorithms.advantages import GroupAdvantage
 from lib.algorithms.aggregation import aggregate
@@ -24,7 +22,8 @@ from lib.algorithms.losses import ClipLoss
 from lib.algorithms.step_metrics import mismatch_metrics, update_metrics
 from lib.dist import SINGLE, init_distributed, shutdown_distributed
 from lib.engine.engine import RolloutEngine
-from lib.engine.patches import TokenIds, short_cuts
+from lib.engine.fast.decode_loop import TokenIds
+from lib.engine.fast.paths import PATHS, FastPaths
 from lib.engine.rollout_config import RolloutConfig, Sampling
 from lib.engine.weight_sync import WeightSync
 from lib.errors import Stopped, UserError
@@ -147,7 +146,7 @@ def count_calls(owner, name):
 
 def of_the_engine(path, world):
     """Short cuts against vLLM's scheduler as it is, under preemption and prefix hits; both ways of syncing."""
-    lib.engine.patches.FULL_WAVES = 0.2  # from some number of sequences on no splits, as in a large batch
+    lib.engine.fast.attention_splits.FULL_WAVES = 0.2  # from some number of sequences on no splits, as in a large batch
     vllm.LLM = partial(vllm.LLM, num_gpu_blocks_override=150)  # 40 responses of 240 tokens want 600 blocks of 16
     engine = RolloutEngine(
         RolloutConfig(max_response_len=240, max_num_batched_tokens=2048, gpu_memory_utilization=0.3), path,
@@ -179,10 +178,12 @@ def of_the_engine(path, world):
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
     from vllm.v1.worker.gpu.sample import sampler
 
-    races, builds = count_calls(lib.engine.gumbel, "race"), count_calls(FlashAttentionMetadataBuilder, "build")
+    races, builds = count_calls(lib.engine.fast.gumbel, "race"), count_calls(FlashAttentionMetadataBuilder, "build")
     plain, results = sampler.gumbel_sample, {}
-    for name, patches in {"short cuts": short_cuts, "plain": lambda _: nullcontext()}.items():
-        lib.engine.engine.short_cuts = patches
+    found["warnings"], usual_paths = engine.warnings, engine._fast_paths
+    other_paths = FastPaths("auto", world, paths=tuple(path for path in PATHS if path.name != "decode loop"))
+    for name, paths in {"short cuts": usual_paths, "plain": other_paths}.items():
+        engine._fast_paths = paths
         engine._llm.reset_prefix_cache()
         count.clear()
         rounds = [generate(engine, SAMPLES, world, n=4, max_response_len=240) for _ in range(2)]
@@ -192,7 +193,7 @@ def of_the_engine(path, world):
     found["splits"] = sorted({metadata.max_num_splits for metadata in builds})
     found["short cuts change nothing"] = results["short cuts"] == results["plain"]
     found["longest"] = max(len(ids) for _, _, ids, _ in results["plain"][0][0])
-    lib.engine.engine.short_cuts = short_cuts
+    engine._fast_paths = usual_paths
 
     def hand_over():
         """The GPU to the trainer and back, as between two steps."""
