@@ -26,7 +26,7 @@ SETUP := setup
 endif
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup quickstart test test-slow lint
+.PHONY: help setup quickstart test test-slow test-next lint
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed 's/:.*## /|/' | column -t -s '|'
@@ -54,6 +54,14 @@ test: $(SETUP)  ## the test suite, 8 minutes on 2 idle cores
 
 test-slow: $(SETUP)  ## the tests that take longer
 	$(PY) -m pytest -q $(TWO_FILES) -m "slow and not gpu"
+
+NEXT := $(CURDIR)/.venv/next
+test-next: $(SETUP)  ## the engine's tests and a recipe with the next vLLM, on a CPU
+	rm -rf $(NEXT)
+	$(PY) -m pip --disable-pip-version-check install -q --no-input --progress-bar off --no-deps --target $(NEXT) \
+	    -r requirements-cpu-next.txt
+	PYTHONPATH=$(NEXT) $(PY) -m pytest -q $(TWO_FILES) tests/test_decoding.py tests/test_fast_paths.py tests/test_rollout.py
+	PYTHONPATH=$(NEXT) $(PY) -m pytest -q tests/test_recipes.py -k "two_steps and grpo_tiny and not dr_grpo"
 
 lint: $(SETUP)  ## formatting and static checks
 	$(PY) -m ruff format --check .
