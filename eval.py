@@ -14,6 +14,7 @@ killed goes on where it was when it is started again.
 """
 
 import json
+import shutil
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -165,7 +166,8 @@ def evaluate_model(cfg: EvalScriptConfig) -> None:
             write_output(output, table.take(list(kept)), finished)
             if not cfg.score_only:
                 parts.delete()
-            terminal.say(f"{summary_table(summaries)}\nwritten: {output}, and .json and .html beside it")
+            columns = shutil.get_terminal_size().columns
+            terminal.say(f"{summary_table(summaries, width=columns)}\nwritten: {output}, and .json and .html beside it")
 
         world.agree(lambda: write() if world.rank == 0 else None)
 

@@ -24,7 +24,7 @@ from lib.dist import SINGLE
 from lib.errors import DamagedCheckpoint, UserError
 from lib.evaluation.any_model import find_model, iter_weights, load_eval_prompts, what_defines_responses
 from lib.evaluation.inputs import COLUMNS, EvalGroup, Parts, parts_folder
-from lib.evaluation.report import render_page, summarise
+from lib.evaluation.report import render_page, summarise, summary_table
 from lib.storage.checkpoint_folder import hash_file, publish, stage
 from lib.types import Sample, Score
 from tests.ranks import LIMIT_S, ROOT, torchrun
@@ -434,6 +434,17 @@ def scored(uid, *scores):
     reasons, lengths = ["length", *["stop"] * (len(scores) - 1)], list(range(1, len(scores) + 1))
     return EvalGroup(uid=uid, responses=["x"] * len(scores), finish_reasons=reasons, response_lengths=lengths,
                  scores=[score if isinstance(score, Score) else Score(score=score) for score in scores])  # fmt: skip
+
+
+def test_the_table_of_many_data_sources_is_no_wider_than_the_terminal():
+    sources = [f"arithmetic_words/source_{i}" for i in range(5)]
+    summaries = summarise([scored(uid, 1.0, 0.0) for uid in range(5)], sources)
+    narrow, wide = (summary_table(summaries, width=width) for width in (80, 400))
+    assert max(map(len, narrow.splitlines())) <= 80 < len(wide.splitlines()[0])
+    assert "\n\n" not in wide and len(narrow.split("\n\n")) == 3  # five and overall, two side by side
+    assert sorted(narrow.split()) == sorted(wide.split() + 2 * [line.split()[0] for line in wide.splitlines()[1:]])
+    assert all(line.startswith("  mean@2 ") for line in narrow.splitlines() if "mean@2" in line)
+    assert summary_table(summaries, width=1).count("mean@2") == 6  # one at least
 
 
 def test_the_summary_counts_what_it_says():

@@ -115,10 +115,24 @@ def value_of(score: Score, variable: str) -> float:
 # ---- Terminal ----
 
 
-def summary_table(summaries: Mapping[str, Summary]) -> str:
-    """The summaries in aligned columns, a row a metric and a column a data source."""
+def summary_table(summaries: Mapping[str, Summary], *, width: int) -> str:
+    """The summaries in aligned columns, a row per metric and a column per data source.
+
+    As many columns as `width` characters hold stand side by side, at least one; the others follow below.
+    """
     header, rows = _table(summaries)
-    return format_table(header, rows)
+
+    def table(columns: Sequence[int]) -> str:
+        names, *lines = ([line[0], *(line[column] for column in columns)] for line in (header, *rows))
+        return format_table(names, lines)
+
+    blocks: list[list[int]] = []
+    for column in range(1, len(header)):
+        if blocks and len(table([*blocks[-1], column]).splitlines()[1]) <= width:
+            blocks[-1].append(column)
+        else:
+            blocks.append([column])
+    return "\n\n".join(map(table, blocks))
 
 
 def _table(summaries: Mapping[str, Summary]) -> tuple[list[str], list[list[str]]]:
