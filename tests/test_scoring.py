@@ -226,8 +226,11 @@ def test_check_names_function_file_and_hash(tmp_path):
 
 
 def test_check_accepts_the_built_in_graders():
-    line = check_reward(RewardConfig(), {"arithmetic", "openai/gsm8k"}, rows("7", "8", source="arithmetic"))
-    assert line == "reward: lib.rewards.arithmetic for arithmetic, lib.rewards.gsm8k for openai/gsm8k"
+    sources = {"arithmetic", "openai/gsm8k", "lighteval/MATH", "HuggingFaceH4/MATH-500"}
+    assert check_reward(RewardConfig(), sources, rows("7", "8", source="arithmetic")) == (
+        "reward: lib.rewards.math for HuggingFaceH4/MATH-500 and lighteval/MATH, "
+        "lib.rewards.arithmetic for arithmetic, lib.rewards.gsm8k for openai/gsm8k"
+    )
 
 
 @pytest.mark.parametrize(

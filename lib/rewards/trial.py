@@ -117,6 +117,9 @@ def _as_rollout(sample: Sample) -> Rollout:
 
 def _describe_source(cfg: RewardConfig, data_sources: Set[str]) -> str:
     if cfg.path is None:
-        return ", ".join(f"{GRADERS[source]} for {source}" for source in sorted(data_sources))
+        of_grader: dict[str, list[str]] = {}
+        for source in sorted(data_sources):
+            of_grader.setdefault(GRADERS[source], []).append(source)
+        return ", ".join(f"{grader} for {' and '.join(sources)}" for grader, sources in of_grader.items())
     path = resolve_file(cfg.path, "--reward.path").resolve()
     return f"{cfg.name} in {path} (sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]})"
