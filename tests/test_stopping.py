@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from contextlib import closing, suppress
@@ -25,6 +26,9 @@ from lib.tracking.run import read_metrics
 from tests.ranks import LIMIT_S, ROOT, Job
 from tests.stopping_worker import SLOW_REWARD, response
 from tests.tiny import make_model, make_questions, make_tokenizer
+
+ONE_KILLED = r"error\[1\] rank 1 (was killed by SIGKILL|has ended without a word, as if it was killed); "
+"""The second where the machine is so busy that torchrun has asked for the exit status before: it is gone then."""
 
 
 def job(folder, case, *words, num_ranks=2, options=()):
@@ -101,7 +105,7 @@ def test_a_rank_that_is_killed_is_named_by_another_in_one_line(tmp_path, case):
         os.kill(running.until(lambda: notes(tmp_path))[1]["pid"], signal.SIGKILL)
         assert running.wait() == 1
         [line] = [line for line in running.stderr.splitlines() if line.startswith("error[")]
-        assert line.startswith("error[1] rank 1 was killed by SIGKILL; ") and "it may have been memory" in line
+        assert re.match(ONE_KILLED, line) and "it may have been memory" in line
         assert str(ROOT / "lib") not in running.stderr  # no traceback
         if case == "wait_for_another":
             assert status(tmp_path) == stopped(line, step=1) | {"state": "failed"}
