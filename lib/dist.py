@@ -200,7 +200,7 @@ def _gloo_threads() -> dict[str, tuple[str, str]]:
         with suppress(OSError):  # it has ended
             noted = dict(line.split(":\t", 1) for line in task.read_text().splitlines() if ":\t" in line)
             if noted["Name"] == GLOO_THREAD:
-                threads[task.parent.name] = (noted["State"][0], noted["voluntary_ctxt_switches"])
+                threads[task.parent.name] = (noted["State"][0], noted.get("voluntary_ctxt_switches", ""))
     return threads
 
 

@@ -29,6 +29,8 @@ MOVED = {
     "cudnn_attention": "model.cudnn_attention",
     "curriculum": "data.curriculum",
     "custom_dataset": "data.custom_dataset",
+    "engine.gumbel": "engine.fast.gumbel",
+    "engine.patches": "engine.in_process",
     "engine_patches": "engine.in_process",
     "eval_files": "evaluation.inputs",
     "eval_model": "evaluation.any_model",
@@ -71,11 +73,14 @@ MOVED = {
     "weight_sync": "engine.weight_sync",
     "whole_tensors": "storage.whole_tensors",
 }
-"""A file of the flat lib/ -> where it is now."""
+"""A file of the flat lib/, or of a room -> where it is now."""
+PATCHES = "TokenIds and the decode loop, one_pass_sampling, split_less and quick_start in lib.engine.fast"
 ALSO = {
     "metrics": "what measures a step in lib.algorithms, perf_metrics in lib.model, a validation's metrics in "
     "lib.rollouts.validation_metrics",
     "critic_loss": "explained_variance in lib.algorithms.step_metrics",
+    "engine.patches": PATCHES,
+    "engine_patches": PATCHES,
     "evaluate": "decode in lib.data",
     "rollout": "RolloutConfig and Sampling in lib.engine.rollout_config",
     "weight_sync": "check_log_probs_diff in lib.engine.mismatch",

@@ -50,7 +50,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What the engine takes of the machine, and how fast it samples: the same responses, up to rounding."""
+    """What the engine takes of the machine, and how fast it samples: the same responses, up to rounding.
+
+    Without one-pass sampling, a fast path of GPUs, others of the same distribution.
+    """
 
     tensor_model_parallel_size: int = 1
     """GPUs that share one copy of the model while sampling; must divide the number of ranks."""

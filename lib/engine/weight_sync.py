@@ -29,7 +29,7 @@ def checksum(tensor: Tensor) -> int:
     element changes it, and so does exchanging two different ones.
     """
     flat = tensor.detach().contiguous().view(-1)
-    bits = flat.view(torch.int16 if flat.element_size() == 2 else torch.int32)
+    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), CHECKSUM_ELEMENTS):
         part = bits[start : start + CHECKSUM_ELEMENTS].to(torch.int64)
@@ -46,9 +46,9 @@ class WeightSync:
         self._dtype = next(engine.model.parameters()).dtype
         self.layout: Layout | None = None
         """How this rank's engine is filled, from the first `load` on."""
-        # Of all ranks: what the loader computes, and the Hugging Face tensors that an engine tensor is made of.
-        self._computed: frozenset[str] = frozenset()
-        self._made_of: dict[str, list[str]] = {}
+        self.computed: frozenset[str] = frozenset()
+        """Engine tensors that the loader computes on any rank: for them every sync loads all weights."""
+        self._made_of: dict[str, list[str]] = {}  # the Hugging Face tensors of each engine tensor, on all ranks
         # Where each Hugging Face tensor goes: its boxes, and their places in the engine. The engine's addresses stay
         # for good, so that captured graphs stay valid.
         self._places: dict[str, list[tuple[Box, Tensor]]] = {}
@@ -86,7 +86,7 @@ class WeightSync:
         loaded again.
         """
         assert self.layout is not None, "nothing is known of the engine's layout: load() first"
-        if self._computed:
+        if self.computed:
             self.engine.load_weights(iter_full_tensors(self.policy, self._dtype))
             return
         if self._padding:
@@ -114,7 +114,7 @@ class WeightSync:
     def load(self) -> None:
         """Writes every weight of the policy into the engine through vLLM's loader and learns the engine's layout.
 
-        Then overwrites the engine and copies; every bit must be as the loader left it. The engine's weights must be
+        Then flips the engine's bits and copies; every bit must be as the loader left it. The engine's weights must be
         awake. Raises WeightSyncError on all ranks.
         """
         world, held = self.engine.world, self.engine.parameters()
@@ -125,16 +125,16 @@ class WeightSync:
         shapes = {name: tuple(parameter.shape) for name, parameter in self.policy.named_parameters()}
         unused = unused_sources(layouts, shapes, world.device)
         world.agree(lambda: _refuse_layout(unwritten_targets(self.layout, held), unused))
-        self._computed = frozenset().union(*(layout.computed for _, layout in replicas))
+        self.computed = frozenset().union(*(layout.computed for _, layout in replicas))
         self._made_of = {
             name: sorted({box.source for _, layout in replicas for box in layout.boxes.get(name, ())} - {None})
             for name in held
         }
         self._find_places()
         for tensor in held.values():
-            tensor.fill_(float("nan"))
+            tensor.view(torch.uint8).bitwise_not_()
         self.copy()
-        world.agree(lambda: _refuse_wrong([name for name, sum_ in loaded.items() if checksum(held[name]) != sum_]))
+        world.agree(lambda: _refuse_learned([name for name, sum_ in loaded.items() if checksum(held[name]) != sum_]))
 
     def _find_places(self) -> None:
         held = self.engine.parameters()
@@ -160,16 +160,16 @@ class WeightSync:
         names = sorted(held) if names is None else names
         wrong = []
         for name in names:
-            whole = {source: full_tensor(parameters[source], self._dtype) for source in self._made_of[name]}
-            if name in self._computed:
+            if name in self.computed:
                 continue
+            whole = {source: full_tensor(parameters[source], self._dtype) for source in self._made_of[name]}
             expected = torch.empty_like(held[name])
             for box in self.layout.boxes[name]:
                 place = box.place(expected)
                 place.zero_() if box.source is None else place.copy_(box.part(whole[box.source]))
             if checksum(expected) != checksum(held[name]):
                 wrong.append(name)
-        if computed := [name for name in names if name in self._computed]:
+        if computed := [name for name in names if name in self.computed]:
             before = {name: checksum(held[name]) for name in computed}
             self.copy()
             wrong += [name for name in computed if checksum(held[name]) != before[name]]
@@ -185,6 +185,15 @@ def _refuse_layout(unwritten: list[str], unused: list[str]) -> None:
                 "policy in the engine and every element of the engine written; this model does not fit the engine's "
                 "version: please report its config.json"
             )
+
+
+def _refuse_learned(wrong: list[str]) -> None:
+    if wrong:
+        raise WeightSyncError(
+            f"copies do not rebuild what the engine's loader made of the policy's weights; {len(wrong)} tensors differ "
+            f"in bits, such as {wrong[0]}; expected equal checksums; this model does not fit the engine's version: "
+            "please report its config.json"
+        )
 
 
 def _refuse_wrong(wrong: list[str]) -> None:

@@ -187,6 +187,11 @@ def sync_and_compare(
         to_come = moments_to_come(each.optimizer for each in trained.values())
         num_compared = weight_sync.wake(names=None, time=nullcontext, reserved_bytes=to_come)
     run.say(f"the engine holds the policy's weights: all {num_compared} tensors are equal bit for bit")
+    if weight_sync.computed:
+        run.say(
+            f"warning: the engine's loader computes {len(weight_sync.computed)} of them, such as "
+            f"{min(weight_sync.computed)}: every sync loads all weights again, which takes longer than a copy"
+        )
     return weight_sync
 
 

@@ -176,7 +176,7 @@ def begin_micro_batch(model: CausalPolicy | Critic, *, last: bool) -> None:
     Unless the model reshards after every pass, weights stay gathered and gradients are added up locally, in float32,
     until the last one sums them over ranks: one gather and one scatter per optimizer step.
     """
-    if model.placement.keeps_gathered:
+    if (placement := getattr(model, "placement", None)) and placement.keeps_gathered:  # None: not sharded
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
         model.set_is_last_backward(last)

@@ -105,6 +105,8 @@ def run_all(lot: Sequence[tuple[str, list[str]]], out: Path, deadline: float) ->
     out.mkdir(parents=True, exist_ok=True)
     running = {}
     for name, command in lot:
+        if time.monotonic() > deadline:
+            break
         since, metrics = time.time(), out / name / "metrics.jsonl"
         with (out / f"{name}.log").open("a") as log:
             running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
@@ -173,7 +175,7 @@ def draw(out: Path, path: Path) -> None:
         for name, rows in curves.items():
             points = curve(rows)
             if name.startswith("seed") or name == "control":
-                style = {"color": "0.6", "marker": "x"} if name == "control" else {"marker": MARKERS[int(name[4:])]}
+                style = {"color": "0.6", "marker": "x"} if name == "control" else {"marker": MARKERS[int(name[4:]) % 3]}
                 x = [step for step, _ in points]
                 [line] = steps.plot(x, [each["T=1"] for _, each in points], markersize=5, label=name, **style)
                 steps.plot(x, [each["greedy"] for _, each in points], "--", color=line.get_color(), linewidth=1)
@@ -181,8 +183,8 @@ def draw(out: Path, path: Path) -> None:
                 spent = {
                     row["step"]: sum(r.get("timing_s/step", 0) for r in rows[: at + 1]) for at, row in enumerate(rows)
                 }
-                system, seed = ("ours" if "ours" in name else "TRL 1.16"), name[-1]
-                color, marker = ("C0" if system == "ours" else "C3"), MARKERS[int(seed)]
+                system, seed = ("ours" if "ours" in name else "TRL 1.16"), re.findall(r"\d+$", name)[0]
+                color, marker = ("C0" if system == "ours" else "C3"), MARKERS[int(seed) % 3]
                 x = [spent[step] for step, _ in points]
                 y = [each["T=1"] for _, each in points]
                 seconds.plot(x, y, color=color, marker=marker, markersize=5, label=f"{system}, seed {seed}")

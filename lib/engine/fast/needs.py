@@ -96,11 +96,13 @@ class FastPath:
 
     def unmet(self) -> str | None:
         """`found ..., expected ...` of the first need that is not met; None where all are."""
-        try:
-            for need in self.needs:
+        for need in self.needs:
+            try:
                 need.check()
-        except Unmet as unmet:
-            return str(unmet)
+            except Unmet as unmet:
+                return str(unmet)
+            except Exception as error:  # whatever another version does where one looks
+                return f"found {type(error).__name__}: {' '.join(str(error).split())[:200]}, expected {need.where}"
         found = vllm_version()
         if ".".join(found.split(".")[:2]) in self.tested:
             return None
