@@ -370,7 +370,7 @@ def test_sampling_stops_on_all_ranks_long_before_its_end_and_the_engine_goes_on_
         assert running.wait() == 1
         ranks = notes(tmp_path, with_key="num_steps")
         for rank in ranks:
-            assert rank["num_steps"] < 5_000, ranks  # of 50,000 or more; it takes about a second to be heard
+            assert rank["num_steps"] < 25_000, ranks  # of 50,000 or more; it takes about a second to be heard
             assert rank["same"]
         assert tp_size == 1 or ranks[0]["num_steps"] == ranks[1]["num_steps"]
         assert status(tmp_path) == stopped("SIGTERM on rank 1", step=0)
