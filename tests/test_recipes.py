@@ -148,7 +148,9 @@ def test_a_tiny_recipe_trains_two_steps(name, tiny_task, tmp_path):
     before, *steps = read_metrics(tmp_path / "run")
     assert [row["step"] for row in steps] == [1, 2] and ACCURACY in before and ACCURACY in steps[-1]
     for row in steps:
-        assert 0 < row["actor/grad_norm"] < math.inf and row["actor/skipped_updates"] == 0
+        assert 0 < row["actor/grad_norm"] < math.inf
+        # GSPO clips whole responses: of a small mini-batch sometimes all, on some processors, and nothing is to learn.
+        assert row["actor/skipped_updates"] <= (name == "gspo_tiny_arithmetic")
         assert row["training/rollout_log_probs_diff/max"] < 1e-3
 
 
