@@ -189,7 +189,9 @@ def draw(out: Path, path: Path) -> None:
                 y = [each["T=1"] for _, each in points]
                 seconds.plot(x, y, color=color, marker=marker, markersize=5, label=f"{system}, seed {seed}")
         steps.set(xlabel="step", ylabel="accuracy, held-out operands", title="at temperature 1; dashed: greedy", ylim=0)
-        seconds.set(xlabel="seconds of training, without loading and validation", title="the same steps, ours and TRL's")
+        seconds.set(
+            xlabel="seconds of training, without loading and validation", title="the same steps, ours and TRL's"
+        )
         for axes in (steps, seconds):
             axes.legend(loc="lower right")
         figure.savefig(path, dpi=110)
