@@ -6,6 +6,7 @@ import pytest
 
 from lib.config.flags import option_names, parse_args
 from lib.errors import UserError
+from tests.prefork import prefork
 from tests.test_bad_input import command
 from train_ppo import PPOConfig
 
@@ -100,3 +101,11 @@ def parse(folder: Path, changes: dict) -> object:
     from train_grpo import GRPOConfig
 
     return parse_args(GRPOConfig(), command(folder, changes))
+
+
+def test_a_config_that_a_recipe_gets_wrong_ends_like_a_wrong_option(tmp_path):
+    (tmp_path / "wrong_recipe.py").write_text("from train_grpo import GRPOConfig\nGRPOConfig(prompts_per_step=0)\n")
+    done = prefork(2, "-m", "wrong_recipe", PYTHONPATH=str(tmp_path))
+    assert done.codes == [2, 2], done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error[")]
+    assert line.startswith("error[2] --prompts-per-step is out of range") and "wrong_recipe.py" not in done.stderr

@@ -104,3 +104,13 @@ def test_a_rank_started_by_hand_says_soon_which_others_have_not_come(rank, missi
     [line] = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith("error[2] not all ranks have come; ")
     assert f"found no {missing} after 1 s" in line
+
+
+def test_transformers_runs_no_code_of_the_hub():
+    """With the package `kernels` it would download kernels for the models that it builds."""
+    code = (
+        "from lib.dist import init_distributed; init_distributed()\n"
+        "from transformers.integrations import hub_kernels; print(hub_kernels._kernels_enabled)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout == "False\n", done.stderr

@@ -1,0 +1,70 @@
+"""What an evaluation says in the end: its summary, the terminal's table, the page."""
+
+import pytest
+
+from lib.evaluation.inputs import EvalGroup
+from lib.evaluation.report import render_page, summarise, summary_table
+from lib.types import Sample, Score
+from tests.test_eval_files import group
+
+
+def scored(uid, *scores):
+    reasons, lengths = ["length", *["stop"] * (len(scores) - 1)], list(range(1, len(scores) + 1))
+    return EvalGroup(uid=uid, responses=["x"] * len(scores), finish_reasons=reasons, response_lengths=lengths,
+                 scores=[score if isinstance(score, Score) else Score(score=score) for score in scores])  # fmt: skip
+
+
+def test_the_table_of_many_data_sources_is_no_wider_than_the_terminal():
+    sources = [f"arithmetic_words/source_{i}" for i in range(5)]
+    summaries = summarise([scored(uid, 1.0, 0.0) for uid in range(5)], sources)
+    narrow, wide = (summary_table(summaries, width=width) for width in (80, 400))
+    assert max(map(len, narrow.splitlines())) <= 80 < len(wide.splitlines()[0])
+    assert "\n\n" not in wide and len(narrow.split("\n\n")) == 3  # five and overall, two side by side
+    assert sorted(narrow.split()) == sorted(wide.split() + 2 * [line.split()[0] for line in wide.splitlines()[1:]])
+    assert all(line.startswith("  mean@2 ") for line in narrow.splitlines() if "mean@2" in line)
+    assert summary_table(summaries, width=1).count("mean@2") == 6  # one at least
+
+
+def test_the_summary_counts_what_it_says():
+    groups = [scored(0, 1.0, 0.0), scored(1, 0.0, 0.0), scored(2, 1.0, None), scored(3, None, None)]
+    summaries = summarise(groups, ["a", "b", "a", "b"])
+    assert list(summaries) == ["a", "b", "overall"]
+    overall = summaries["overall"]
+    assert (overall["num_prompts"], overall["num_responses"], overall["n"], overall["num_unscored"]) == (4, 8, 2, 3)
+    assert overall["mean@2"]["value"] == pytest.approx((0.5 + 0 + 1) / 3)  # prompts weigh alike
+    assert overall["pass@1"]["value"] == pytest.approx((0.5 + 0 + 1) / 3)
+    assert overall["pass@2"]["value"] == pytest.approx((1 + 0) / 2)  # two responses are scored for two prompts only
+    assert overall["score_mean"] == pytest.approx(2 / 5) and overall["truncation_rate"] == 0.5
+    assert overall["response_length"]["mean"] == 1.5 and "maj@2" not in overall and "format_rate" not in overall
+    assert summaries["a"]["pass@2"]["value"] == 1 and summaries["b"]["pass@2"]["value"] == 0
+
+
+def test_acc_format_and_answers_are_read_and_other_scores_have_no_pass_at_k():
+    right = Score(score=0.7, extras={"acc": True, "pred": "7", "format": 1.0})
+    wrong = Score(score=-0.3, extras={"acc": False, "pred": "", "format": 0.0})
+    overall = summarise([scored(0, right, right, wrong), scored(1, wrong, wrong, right)], ["a", "a"])["overall"]
+    assert overall["variable"] == "acc" and overall["mean@3"]["value"] == overall["pass@1"]["value"] == 0.5
+    assert overall["format_rate"] == 0.5 and overall["maj@3"]["value"] == 1.0  # without an answer there is no vote
+    plain = summarise([scored(0, 0.7, -0.3)], ["a"])["overall"]
+    assert plain["variable"] == "score" and "pass@1" not in plain and plain["mean@2"]["value"] == pytest.approx(0.2)
+    unscored = summarise([scored(0, None)], ["a"])["overall"]
+    assert unscored["num_unscored"] == 1 and "mean@1" not in unscored
+
+
+def test_the_page_escapes_every_text_and_needs_no_other_file():
+    evil = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
+    groups = [group(uid, responses=[evil, "b" * 9000], scores=[Score(score=float(uid), extras={"pred": evil}),
+              Score(score=None, error=evil)]) for uid in range(12)]  # fmt: skip
+    samples = [Sample(uid=uid, prompt_ids=[], data_source=evil, ground_truth=evil, extra_info={}) for uid in range(12)]
+    page = render_page(
+        evil, summarise(groups, [evil] * 12), groups, samples, lambda _: [{"role": evil, "content": evil}]
+    )
+    assert "<script" not in page and "<img" not in page and page.count("&lt;script&gt;") > 40
+    assert "http" not in page and "src=x" in page
+    worst, best = page.split("Best prompts")
+    assert "prompt 0 |" in worst and "prompt 11 |" in best and "prompt 11 |" not in worst
+    assert "characters left out" not in page  # the long response is nobody's worst or best
+    mixed = [scored(0, 0.25, 0.5, 0.75)]
+    worst, best = render_page("t", summarise(mixed, ["a"]), mixed, samples, lambda _: []).split("Best prompts")
+    assert "response 0; 1 tokens" in worst and "response 2; 3 tokens" in best
+    assert "First prompts" in render_page("t", {}, [group(0)], samples, lambda _: [])
