@@ -121,6 +121,8 @@ class BenchConfig:
     """Recompute each layer in the backward pass; None: only where the update would not fit without."""
     sleep: bool | None = None
     """Free the engine's memory during the update; None: only where the update would not fit beside it."""
+    fast_paths: Literal["auto", "off"] = "auto"
+    """--rollout.fast-paths of the run."""
     out: str | None = None
     """File for the JSON line, beside the terminal."""
 
@@ -177,6 +179,7 @@ def training_config(cfg: BenchConfig, workload: Workload, folder: str, world: Wo
             ignore_eos=not workload.mean_len,
             log_probs=cfg.log_probs,
             sleep=cfg.sleep,
+            fast_paths=cfg.fast_paths,
             gpu_memory_utilization=workload.gpu_memory_utilization,
         ),
         prompts_per_step=prompts,
