@@ -84,7 +84,10 @@ def load_eval_prompts(data: EvalDataConfig, model: EvalModel, rows: Rows, *, dat
 def what_defines_responses(
     rollout: SamplingConfig, model: EvalModel, prompts: Prompts, stop_ids: list[int], *, dtype: str, seed: int
 ) -> dict[str, Any]:
-    """Everything that the responses follow from: with the same values, finished ones need not be generated again."""
+    """What a user chose that the responses follow from: with the same values, finished ones need not be sampled again.
+
+    Left out: versions, and which fast paths were taken, which change no distribution.
+    """
     names = [field.name for field in fields(SamplingConfig)]
     sampling = {f"--rollout.{name.replace('_', '-')}": getattr(rollout, name) for name in names}
     return sampling | {
