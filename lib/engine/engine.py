@@ -306,6 +306,8 @@ class RolloutEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        stop = [] if sampling.full_len else list(self.cfg.stop)
+        ignore_eos = sampling.full_len or self.cfg.ignore_eos
         # Every field that a model's generation_config could change is passed: nothing leaks in from the model folder.
         return SamplingParams(
             n=sampling.n,
@@ -319,12 +321,12 @@ class RolloutEngine:
             max_tokens=sampling.max_response_len,
             # Also when greedy: a request without a seed draws one from the host's random state.
             seed=request_seed(self.seed, sample.uid, num_generated, stream),
-            stop=list(self.cfg.stop) or None,
-            stop_token_ids=None if self.cfg.ignore_eos else self._stop_token_ids,
-            ignore_eos=self.cfg.ignore_eos,
+            stop=stop or None,
+            stop_token_ids=None if ignore_eos else self._stop_token_ids,
+            ignore_eos=ignore_eos,
             logprobs=0 if sampling.log_probs else None,
             flat_logprobs=sampling.log_probs,
-            detokenize=bool(self.cfg.stop),
+            detokenize=bool(stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 

@@ -38,18 +38,25 @@ class Mismatch:
             check_log_probs_diff(self.values, limit=self._limit)
 
 
+def check_finite(num_nonfinite: int) -> None:
+    """Raises WeightSyncError on all ranks where the trainer gave sampled tokens log-probs that are not finite.
+
+    All ranks give the same number.
+    """
+    if num_nonfinite:
+        raise WeightSyncError(
+            f"the trainer gave log-probs that are not finite; {num_nonfinite} sampled tokens; expected finite ones; it "
+            "computes NaN or infinity: try --model.dtype float32, and look for overflow in the model's weights"
+        ).on_all_ranks()
+
+
 def check_log_probs_diff(differences: Mapping[str, float], *, limit: float) -> None:
     """Raises WeightSyncError when engine and trainer disagree on the sampled tokens by more than `limit` nats.
 
     `differences` are the reduced training/rollout_log_probs_diff/*, the same on all ranks; absent without the
     engine's log-probs.
     """
-    nonfinite = differences.get("training/rollout_log_probs_nonfinite", 0.0)
-    if nonfinite:
-        raise WeightSyncError(
-            f"the trainer gave log-probs that are not finite; {nonfinite:.0f} sampled tokens; expected finite ones; it "
-            "computes NaN or infinity: try --model.dtype float32, and look for overflow in the model's weights"
-        ).on_all_ranks()
+    check_finite(round(differences.get("training/rollout_log_probs_nonfinite", 0.0)))
     if not differences.get("training/rollout_probs_diff_valid"):
         return  # nothing to compare: no log-probs, or no response with a score
     mean = differences["training/rollout_log_probs_diff/mean"]

@@ -138,6 +138,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     log_probs: bool = False
+    full_len: bool = False
+    """Whether nothing ends a response before `max_response_len`: neither an end-of-sequence id nor a stop string."""
 
 
 def training_sampling(cfg: RolloutConfig) -> Sampling:

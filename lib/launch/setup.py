@@ -12,6 +12,7 @@ from lib.data.prompt_stream import PromptStream
 from lib.data.prompts import DataFiles, Prompts
 from lib.dist import World
 from lib.engine.engine import RolloutEngine
+from lib.engine.function_proof import prove_function
 from lib.engine.weight_sync import WeightSync
 from lib.errors import UserError
 from lib.launch.checks import check_same_prompts, data_sources, describe, load_prompts, try_reward
@@ -174,7 +175,10 @@ def load_trained_critic(
 def sync_and_compare(
     cfg: TrainConfig, engine: RolloutEngine, trained: Mapping[str, Trained], run: Run, startup: StartupTimer
 ) -> WeightSync:
-    """The policy's weights in the engine, all of them proved equal; decides whether the engine stays beside updates."""
+    """The policy's weights in the engine, all of them proved equal, and proved to compute the same.
+
+    Decides before whether the engine stays beside updates.
+    """
     policy = trained["actor"].model
     gathered = "once per optimizer step" if policy.placement.keeps_gathered else "in every pass"
     activations = "recomputed in" if policy.model.is_gradient_checkpointing else "kept for"
@@ -192,6 +196,15 @@ def sync_and_compare(
             f"warning: the engine's loader computes {len(weight_sync.computed)} of them, such as "
             f"{min(weight_sync.computed)}: every sync loads all weights again, which takes longer than a copy"
         )
+    with startup.phase("compare engine and trainer"):
+        proof = prove_function(
+            weight_sync, str(trained["actor"].folder), dtype=cfg.model.compute_dtype(run.world),
+            max_prompt_len=cfg.data.max_prompt_len, reserved_bytes=to_come,
+        )  # fmt: skip
+    run.say(
+        f"engine and trainer compute the same: {proof.num_tokens} tokens, mean |log-prob difference| {proof.mean:.1e} "
+        f"nats (at most {proof.limit:.2g})"
+    )
     return weight_sync
 
 

@@ -161,6 +161,14 @@ def check_model_config(
         )
 
 
+def build_rotary_(model: CausalPolicy | Critic, device: torch.device) -> None:
+    """Gives a model that was built on the meta device its buffers: rotary frequencies, which are not on disk."""
+    rotary = model.model.rotary_emb
+    with device:
+        model.model.rotary_emb = type(rotary)(config=model.config)
+    assert not any(buffer.is_meta for buffer in model.buffers()), "a buffer was left without values"
+
+
 def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None:
     """Fills a sharded model on its device from the weights of `path` (`open_weights`); rank 0 reads, all receive.
 
@@ -169,10 +177,7 @@ def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    rotary = model.model.rotary_emb
-    with world.device:
-        model.model.rotary_emb = type(rotary)(config=model.config)  # the only buffers; they are not on disk
-    assert not any(buffer.is_meta for buffer in model.buffers()), "a buffer was left without values"
+    build_rotary_(model, world.device)
     reader = world.agree(lambda: open_weights(path) if world.rank == 0 else None)
     for name, parameter in model.named_parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
