@@ -68,8 +68,9 @@ class Bench:
         start = time.perf_counter()
         try:
             proof = function_proof.prove_function(
-                self.weight_sync, self.path, dtype=getattr(torch, self.dtype), max_prompt_len=self.max_prompt_len
-            )
+                self.weight_sync, self.path, dtype=getattr(torch, self.dtype), max_prompt_len=self.max_prompt_len,
+                reserved_bytes=7,
+            )  # fmt: skip
         except LockstepError as error:
             assert error.together and len(set(self.world.gather(str(error)))) == 1
             return {"error": f"{type(error).__name__}: {error}"}
@@ -97,6 +98,19 @@ class Bench:
         finally:
             lib.model.attention._attend_each = attend
             self.sync()
+
+    def events(self) -> list:
+        """In which order a proof takes and gives memory."""
+        events, forward = [], function_proof.forward_policy
+        sleep, wake, onload = self.engine.sleep, self.weight_sync.wake, function_proof.onload
+        self.engine.sleep = lambda: events.append("sleep") or sleep()
+        self.weight_sync.wake = lambda **named: events.append(f"wake, {named['reserved_bytes']}") or wake(**named)
+        function_proof.onload = lambda *of: events.append("onload") or onload(*of)
+        function_proof.forward_policy = lambda *of, **named: events.append("forward") or forward(*of, **named)
+        self.prove()
+        self.engine.sleep, self.weight_sync.wake, function_proof.onload = sleep, wake, onload
+        function_proof.forward_policy = forward
+        return events
 
     def with_infinity(self) -> str:
         """Of a single log-prob that the engine reports."""
@@ -131,6 +145,7 @@ def look(bench: Bench) -> dict:
     before, rollouts = states(), summary(generate(engine, SAMPLES[:4], world, max_response_len=4))
     found = {"as it is": bench.prove(), "again": bench.prove()}
     found["no random state is changed"] = states() == before
+    found["events"] = bench.events()
     found["verified after it"] = bench.weight_sync.verify() == len(engine.parameters())
     found["rollouts are the same"] = summary(generate(engine, SAMPLES[:4], world, max_response_len=4)) == rollouts
     found["logits x 1.1"] = bench.with_error(lambda held: held[NORM].mul_(1.1))

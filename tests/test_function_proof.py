@@ -4,7 +4,9 @@ import json
 import re
 
 import pytest
+import torch
 
+from lib.engine.function_proof import max_diff
 from tests.function_proof_worker import CASES
 from tests.prefork import prefork
 
@@ -51,6 +53,16 @@ def test_engine_and_trainer_of_equal_weights_pass_with_64_tokens_or_a_few_more(f
 def test_the_proof_is_seeded_and_leaves_everything_as_it_was(found):
     assert found["again"]["mean"] == found["as it is"]["mean"]
     assert found["no random state is changed"] and found["verified after it"] and found["rollouts are the same"]
+
+
+def test_the_engines_memory_is_free_while_the_trainer_computes_and_comes_back(found):
+    assert found["events"] == ["sleep", "onload", "forward", "forward", "wake, 7"]
+
+
+def test_float32_on_a_gpu_may_differ_as_much_as_tf32_rounds():
+    devices = [torch.device(name) for name in ("cpu", "cuda")]
+    assert [max_diff(torch.float32, device) for device in devices] == [1e-4, 0.01]
+    assert [max_diff(torch.bfloat16, device) for device in devices] == [0.05, 0.05]
 
 
 @pytest.mark.parametrize(("error", "least"), [("logits x 1.1", 0.1), ("a layer skipped", 1.0), ("transposed", 1.0)])
