@@ -143,7 +143,7 @@ def test_the_terminal_shows_the_run_and_not_the_libraries(two_ranks):
     assert any(line.startswith("step 3/3 | reward") for line in lines)
     assert any("launch -> first step" in line for line in lines)
     assert any("all 18 tensors are equal bit for bit" in line for line in lines)
-    assert any("engine and trainer compute the same: 64 tokens, mean |log-prob difference| " in line for line in lines)
+    assert any("engine and trainer compute the same: " in line for line in lines)
     for noise in ("INFO", "WARNING", "Warning", "Traceback", "nanobind"):
         assert noise not in done.stdout + done.stderr, done.stdout + done.stderr
     assert "INFO" in (run / "logs/rank_1.log").read_text()  # it went there

@@ -82,7 +82,7 @@ def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(straight, tmp_path, nam
     lines = done.stdout.splitlines()
     [place] = [place for place, line in enumerate(lines) if line.startswith("continuing from ")]
     assert lines[place - 2].endswith("tensors are equal bit for bit") and "step 3 of 4 is next" in lines[place]
-    assert lines[place - 1].startswith("engine and trainer compute the same: 64 tokens")
+    assert lines[place - 1].startswith("engine and trainer compute the same: ")
     assert numbers(copy) == numbers(run)
     assert trainer(copy) == trainer(run)
     files = [path.relative_to(run) for path in run.glob(f"global_step_{NUM_STEPS}/**/*.safetensors")]
