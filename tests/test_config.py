@@ -20,6 +20,7 @@ from lib.config.values import JsonObject, either, nearest_divisors, resolve_path
 from lib.config.verl_keys import VERL_KEYS, verl_hint
 from lib.errors import RewardError, UserError
 from tests.checkpoint_folders import in_child
+from tests.ranks import LIMIT_S
 
 ROOT = Path(__file__).parent.parent
 
@@ -244,6 +245,12 @@ def test_the_default_config_is_left_alone() -> None:
 
 
 # ---- Help and exit codes ----
+
+
+def test_help_into_a_reader_that_leaves_early_ends_without_a_word() -> None:
+    script = f"{sys.executable} eval.py --help | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout.splitlines() == ["usage: eval.py [-h] [OPTIONS]", "0"] and done.stderr == ""
 
 
 def test_help_shows_every_option_with_sentence_and_default(capsys: pytest.CaptureFixture) -> None:

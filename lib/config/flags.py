@@ -45,7 +45,11 @@ def parse_cli(default: T, argv: Sequence[str] | None = None) -> T:
     """The config `default` with the command line's values; on bad input prints one line and exits with code 2."""
     argv = sys.argv[1:] if argv is None else list(argv)
     with reporting_errors(debug=wants_debug(argv)):
-        return remember(parse_args(default, argv))
+        try:
+            return remember(parse_args(default, argv))
+        except BrokenPipeError as error:  # --help | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what Python writes at its end has nowhere to go either
+            raise SystemExit(0) from error
 
 
 def parse_args(default: T, argv: Sequence[str]) -> T:
