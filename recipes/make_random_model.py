@@ -1,4 +1,4 @@
-"""Writes a model folder with the shape of a Qwen3 model and random weights, to try a machine without downloads.
+"""Writes a model folder with the shape of a known model and random weights, to try a machine without downloads.
 
     python -m recipes.make_random_model --shape 0.6b --texts data/gsm8k/train.parquet --out models/random-0.6b
 
@@ -14,13 +14,38 @@ from typing import Any, Literal
 from lib.config import parse_cli, reporting_errors
 from lib.errors import UserError
 
-SHAPES = {  # vocabulary, hidden, intermediate, layers, heads, tied; key-value heads 8, head size 128 in all
-    "tiny": (4096, 128, 256, 2, 8, True),
-    "0.6b": (151936, 1024, 3072, 28, 16, True),
-    "1.7b": (151936, 2048, 6144, 28, 16, True),
-    "4b": (151936, 2560, 9728, 36, 32, True),
-    "8b": (151936, 4096, 12288, 36, 32, False),
+QWEN3 = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SHAPES = {  # config class of transformers, SIZES, tied, the rest
+    "tiny": ("Qwen3Config", (4096, 128, 256, 2, 8), True, QWEN3),
+    "0.6b": ("Qwen3Config", (151936, 1024, 3072, 28, 16), True, QWEN3),
+    "1.7b": ("Qwen3Config", (151936, 2048, 6144, 28, 16), True, QWEN3),
+    "4b": ("Qwen3Config", (151936, 2560, 9728, 36, 32), True, QWEN3),
+    "8b": ("Qwen3Config", (151936, 4096, 12288, 36, 32), False, QWEN3),
+    "gemma-3-1b": (
+        "Gemma3TextConfig", (262144, 1152, 6912, 26, 4), True,
+        {"num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512, "max_position_embeddings": 32768},
+    ),
+    "phi-4-mini": (
+        "Phi3Config", (200064, 3072, 8192, 32, 24), True,
+        {
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+                "original_max_position_embeddings": 4096, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48,
+            },
+        },
+    ),
+    "olmo-3-7b": (
+        "Olmo3Config", (100278, 4096, 11008, 32, 32), False,
+        {"num_key_value_heads": 32, "sliding_window": 4096, "max_position_embeddings": 65536},
+    ),
+}  # fmt: skip
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -31,8 +56,8 @@ CHAT_TEMPLATE = (
 class RandomModelConfig:
     """What to write, and where."""
 
-    shape: Literal["tiny", "0.6b", "1.7b", "4b", "8b"] = "0.6b"
-    """Which Qwen3 model's shape (tiny: none's, for a CPU)."""
+    shape: Literal["tiny", "0.6b", "1.7b", "4b", "8b", "gemma-3-1b", "phi-4-mini", "olmo-3-7b"] = "0.6b"
+    """Which model's shape; a size: that Qwen3's (tiny: none's, for a CPU)."""
     texts: str = "data/gsm8k/train.parquet"
     """Parquet file whose prompts train the tokenizer."""
     out: str = "models/random-0.6b"
@@ -46,17 +71,13 @@ class RandomModelConfig:
 def main(cfg: RandomModelConfig) -> None:
     """Writes the folder and says what it holds."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
-    vocabulary, hidden, intermediate, layers, heads, tied = SHAPES[cfg.shape]
-    config = Qwen3Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=tied,
-        max_position_embeddings=40960, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )  # fmt: skip
+    config_class, sizes, tied, rest = SHAPES[cfg.shape]
+    vocabulary = sizes[0]
     tokenizer = train_tokenizer(cfg.texts, min(16384, vocabulary))
     # Random weights choose every id about as often, so the share of the ids that end a response is the chance to end.
     num_ends = round(vocabulary / cfg.mean_len) if cfg.mean_len else 1
@@ -66,11 +87,12 @@ def main(cfg: RandomModelConfig) -> None:
             f"response; expected 0, or at least {vocabulary // len(tokenizer) + 1}; raise it"
         )
     ends = [tokenizer.eos_token_id, *range(len(tokenizer) - num_ends + 1, len(tokenizer))]
-    config.eos_token_id = tokenizer.eos_token_id
-    config.pad_token_id = tokenizer.pad_token_id
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    words = dict(zip(SIZES, sizes, strict=True)) | rest | special
+    config = getattr(transformers, config_class)(**words, tie_word_embeddings=tied)
     torch.manual_seed(cfg.seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to("cpu").save_pretrained(cfg.out)
     tokenizer.save_pretrained(cfg.out)
     (Path(cfg.out) / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
