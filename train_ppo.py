@@ -270,7 +270,7 @@ def train(cfg: PPOConfig) -> None:
             # ---- Evaluate, log, checkpoint ----
             values = metrics.reduce() | mismatch.values | balance_stats(batch, world)
             values |= perf_metrics(
-                batch, values, world, model_config=task.model_files.config, update_epochs=cfg.policy_epochs(step),
+                batch, values, world, model=task.model_files, update_epochs=cfg.policy_epochs(step),
                 engine_bytes=engine.pool_bytes,
             )  # fmt: skip
             values |= {"training/global_step": step, "training/epoch": task.epochs}

@@ -426,7 +426,7 @@ def rooflines(
     prefill = 2 * block * sum(probes.prompt_lens) / FLOPS
 
     totals = [prompt + response for prompt, response in zip(prompts, lens, strict=True)]
-    forward = flops_forward(model, totals, lens)
+    forward = flops_forward(model, totals, lens, block_parameters=block)
     return seconds + prefill, 3 * forward / FLOPS + 32 * num_parameters / world.size / BYTES
 
 

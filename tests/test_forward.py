@@ -13,13 +13,13 @@ from lib.model import attention
 from lib.model.attention import packed_attention
 from lib.model.batching import make_batch
 from lib.model.forward import SEQUENCES, compute_log_probs, forward_policy, pack, with_old_log_probs
-from lib.model.networks import build_policy, load_weights_
+from lib.model.networks import build_policy, empty_, load_weights_
 from tests.tiny import VOCAB_SIZE, make_model, make_rollouts
 
 
 def load_unsharded(path, dtype=torch.float32):
     policy = build_policy(str(path), param_dtype=dtype)
-    policy.to_empty(device="cpu")
+    empty_(policy, torch.device("cpu"))
     load_weights_(policy, str(path), SINGLE)
     return policy
 

@@ -40,7 +40,7 @@ def test_the_estimate_is_a_little_above_what_was_measured(shape, tokens, gib):
 def test_ranks_share_the_shards_and_resharding_leaves_two_layers_gathered():
     found, tokens = policy("1.7b"), dict(dtype=torch.bfloat16, max_tokens_per_gpu=0)
     parameters = sum(p.numel() for p in found.parameters())
-    layers = sum(p.numel() for p in found.layers.parameters())
+    layers = sum(p.numel() for layer in found.layers for p in layer.parameters())
     four = World(rank=0, size=4, device=torch.device("cpu"))
     assert update_bytes(found, four, **tokens, keeps_gathered=True) == 4 * parameters + 6 * parameters
     resharding = update_bytes(found, four, **tokens, keeps_gathered=False)

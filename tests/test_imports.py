@@ -16,7 +16,19 @@ from lib.rooms import MOVED
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     *("errors", "rooms", "regular_files", "secret_values", "config", "dist", "messages", "peers", "stopping", "types"),
-    *("ops", "storage", "tracking", "algorithms", "data", "model", "engine", "rewards", "rollouts", "checkpoints"),
+    *(
+        "ops",
+        "families",
+        "storage",
+        "tracking",
+        "algorithms",
+        "data",
+        "model",
+        "engine",
+        "rewards",
+        "rollouts",
+        "checkpoints",
+    ),
     *("launch", "evaluation"),
 ]
 """A room of lib/, or a file beside the rooms, imports only itself and those named before it."""

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ QWEN3 = {
     "intermediate_size": 48,
     "vocab_size": 101,
 }
+MODEL = SimpleNamespace(full_config=QWEN3, block_parameters=32256)
 
 
 def make_batch(uids, scores, *, prompt_lens, response_lens, valid=None, truncated=None) -> Batch:
@@ -238,7 +240,7 @@ def test_constant_rewards_are_reported_after_three_steps_in_a_row_only():
     assert constant_reward_warning([1.0, math.nan, 1.0, 1.0]) is not None
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "starcoder2"])
 def test_flops_equal_what_torch_counts(model_type):
     from torch.utils.flop_counter import FlopCounterMode
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -254,14 +256,16 @@ def test_flops_equal_what_torch_counts(model_type):
     squares = sum(length**2 for length in lens)
     masked_half = 2 * 3 * 4 * 16 * squares  # torch counts the upper triangle too, which causal attention does not need
     rotary = sum(2 * (16 // 2) * length for length in lens)  # torch counts positions x frequencies as a product
-    assert flops_forward(config.to_dict(), lens, response_lens) == counted - masked_half - rotary
+    matrices = sum(p.numel() for p in model.model.layers.parameters() if p.dim() > 1)
+    found = flops_forward(config.to_dict(), lens, response_lens, block_parameters=matrices)
+    assert found == counted - masked_half - rotary
 
 
-@pytest.mark.parametrize("absent", [{}, {"num_key_value_heads": None}])
-def test_flops_of_a_config_that_leaves_the_key_value_heads_out_are_those_of_as_many_heads(absent):
-    config = {name: value for name, value in QWEN3.items() if name != "num_key_value_heads"} | absent
-    whole = QWEN3 | {"num_key_value_heads": QWEN3["num_attention_heads"]}
-    assert flops_forward(config, [5], [2]) == flops_forward(whole, [5], [2])
+def test_a_window_bounds_the_pairs_of_its_layers():
+    config = QWEN3 | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    pairs = 2 * (3 * 3 / 2 + 4 * 10 - 4 * 4 / 2) + 3 * 3 / 2 + 10 * 10 / 2  # lengths 3 and 10
+    head = 2 * 101 * 32 * 2
+    assert flops_forward(config, [3, 10], [1, 1], block_parameters=7) == 2 * 7 * 13 + 4 * 4 * 16 * pairs + head
 
 
 @pytest.mark.parametrize(
@@ -282,7 +286,7 @@ def test_peak_is_found_by_the_whole_name(name, peak):
 
 def test_throughput_and_times_per_token_are_sums_over_sums():
     timings = {"timing_s/step": 4.0, "timing_s/gen": 2.0, "timing_s/update_actor": 1.0, "timing_s/reward": 9.0}
-    values = perf_metrics(BATCH, timings, SINGLE, model_config=QWEN3)
+    values = perf_metrics(BATCH, timings, SINGLE, model=MODEL)
     assert values["perf/total_num_tokens"] == 22 + 16
     assert values["perf/throughput"] == 38 / 4.0
     assert values["timing_per_token_ms/gen"] == pytest.approx(2000 / 16)
@@ -297,8 +301,10 @@ def test_mfu_counts_three_forwards_for_an_update(monkeypatch):
     monkeypatch.setattr("lib.model.speed.torch.cuda.max_memory_reserved", lambda device: 4 * 2**30)
     world = type(SINGLE)(rank=0, size=1, device=torch.device("cuda", 0))
     timings = {"timing_s/step": 1.0, "timing_s/update_actor": 0.5, "timing_s/old_log_prob": 0.25}
-    values = perf_metrics(BATCH, timings, world, model_config=QWEN3, update_epochs=2)
-    forward = flops_forward(QWEN3, BATCH.total_lens.tolist(), BATCH.response_lens.tolist())
+    values = perf_metrics(BATCH, timings, world, model=MODEL, update_epochs=2)
+    forward = flops_forward(
+        QWEN3, BATCH.total_lens.tolist(), BATCH.response_lens.tolist(), block_parameters=MODEL.block_parameters
+    )
     assert values["perf/mfu/actor"] == pytest.approx(2 * 3 * forward / (0.5 * 989e12))
     assert values["perf/mfu/actor_infer"] == pytest.approx(forward / (0.25 * 989e12))
     assert (values["perf/max_memory_allocated_gb"], values["perf/max_memory_reserved_gb"]) == (3, 4)
@@ -443,7 +449,7 @@ def test_every_metric_is_in_the_documentation(monkeypatch):
         *metrics.reduce(),
         *balance_stats(BATCH, SINGLE),
         *timings,
-        *perf_metrics(BATCH, timings, world, model_config=QWEN3),
+        *perf_metrics(BATCH, timings, world, model=MODEL),
         *validation_metrics(rows, largest=4),
     ]
     page = (ROOT / "docs/metrics.md").read_text()

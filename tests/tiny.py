@@ -10,11 +10,16 @@ from lib.types import Rollout, Sample, Score
 VOCAB_SIZE = 200
 
 
+KINDS = ("gemma3", "glm4", "granite", "llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "smollm3")
+"""Families of `make_model`, all that lib/families/supported.py lists."""
+
+
 def make_model(
-    path: Path, *, kind: str = "qwen3", tied: bool = True, seed: int = 0, intermediate_size: int = 96
-) -> Path:
+    path: Path, *, kind: str = "qwen3", tied: bool = True, seed: int = 0, intermediate_size: int = 96,
+    random_norms: bool = False,
+) -> Path:  # fmt: skip
     """A Hugging Face folder with a two-layer model with grouped-query attention; weights large enough to matter."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    import transformers
 
     torch.manual_seed(seed)
     shape = dict(
@@ -22,12 +27,27 @@ def make_model(
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=256,
         tie_word_embeddings=tied, initializer_range=0.2,
     )  # fmt: skip
-    if kind == "mistral":
-        shape["sliding_window"] = 4
-    if kind == "qwen2":
-        del shape["head_dim"]
-    configs = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig}
-    model = AutoModelForCausalLM.from_config(configs[kind](**shape), dtype=torch.float32)
+    if kind in ("qwen2", "phi3", "olmo2", "olmo3", "smollm3", "granite"):
+        shape |= dict(hidden_size=shape["num_attention_heads"] * shape.pop("head_dim"), initializer_range=0.14)
+        shape |= dict(pad_token_id=1, eos_token_id=0, bos_token_id=0) if kind != "qwen2" else {}
+    if kind in ("gemma3", "olmo3"):
+        shape |= dict(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+    shape |= {
+        "gemma3": dict(query_pre_attn_scalar=32),
+        "granite": dict(
+            embedding_multiplier=12.0, logits_scaling=6.0, residual_multiplier=0.22, attention_multiplier=0.0625
+        ),
+        "mistral": dict(sliding_window=4),
+        "glm4": dict(pad_token_id=1, eos_token_id=0),
+        "phi3": dict(sliding_window=4),
+        "smollm3": dict(no_rope_layer_interval=2),
+    }.get(kind, {})
+    names = {"gemma3": "Gemma3Text", "smollm3": "SmolLM3"}
+    config = getattr(transformers, f"{names.get(kind, kind.capitalize())}Config")
+    model = transformers.AutoModelForCausalLM.from_config(config(**shape), dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if random_norms and ("norm" in name or "bias" in name):  # what all begin with would hide a wrong one
+            parameter.data += 0.3 * torch.randn(parameter.shape)
     model.save_pretrained(path)
     return path
 

@@ -21,7 +21,7 @@ from lib.errors import UserError, WeightSyncError
 from lib.model.batching import make_batch
 from lib.model.forward import forward_policy
 from lib.model.fsdp import FSDPConfig, onload, reshard, shard_
-from lib.model.networks import CausalPolicy, build_policy, build_rotary_
+from lib.model.networks import CausalPolicy, build_policy, empty_
 from lib.types import Batch, Rollout, Sample, Score
 
 NUM_TOKENS = 64  # sampled at least, in at least two sequences: a leak needs a neighbour
@@ -139,8 +139,7 @@ def _float32_copy(policy: CausalPolicy, folder: str, world: World) -> CausalPoli
     """A frozen policy that computes in float32 with the same weights, sharded in the same way."""
     copy = build_policy(folder, param_dtype=torch.float32).requires_grad_(False)
     shard_(copy, FSDPConfig(reshard_after_forward=True), world, dtype=torch.float32)
-    copy.to_empty(device=world.device)
-    build_rotary_(copy, world.device)
+    empty_(copy, world.device)
     reshard(policy)
     for own, other in zip(copy.parameters(), policy.parameters(), strict=True):
         own.to_local().copy_(other.to_local())

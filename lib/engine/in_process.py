@@ -19,6 +19,7 @@ import numpy
 import torch
 from torch import nn
 
+from lib.engine.lent_classes import lent_classes
 from lib.errors import UserError
 
 OLDEST = (0, 26)
@@ -150,13 +151,20 @@ def build_llm(
         arguments["gpu_memory_utilization"] = cfg.gpu_memory_utilization
         if not cfg.enforce_eager:
             arguments["compilation_config"] = compilation
-        return LLM(**arguments)
+        return _build(LLM, arguments)
     arguments["kv_cache_memory_bytes"] = int(cfg.cpu_kv_cache_gib * 2**30)
     # A prompt in two parts makes vLLM take back the first one's random numbers, which a CPU's generator cannot.
     arguments["enable_chunked_prefill"] = False
     arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], arguments["max_model_len"])
     with unpacked_cpu_weights(), own_shared_memory(run_name):
-        return LLM(**arguments)
+        return _build(LLM, arguments)
+
+
+def _build(llm_class: Any, arguments: dict[str, Any]) -> Any:
+    with lent_classes() as give_back:
+        llm = llm_class(**arguments)
+        give_back(llm.apply_model(lambda model: model)[0])
+    return llm
 
 
 def set_engine_environment(on_gpu: bool) -> None:

@@ -17,9 +17,9 @@ from lib.engine.engine import RolloutEngine
 from lib.engine.rollout_config import RolloutConfig, SamplingConfig
 from lib.errors import WeightSyncError
 from lib.evaluation.inputs import EvalDataConfig
-from lib.model.networks import check_model_config, read_weight_
+from lib.model.networks import read_weight_
 from lib.storage.checkpoint_folder import FileEntry, hash_files, share
-from lib.storage.model_folder import ModelFiles, check_model_files, expected_shapes
+from lib.storage.model_folder import ModelFiles, check_model_files, check_parameters
 from lib.storage.model_source import find_actor, verify_actor
 from lib.storage.weight_headers import iter_weight_files
 from lib.storage.whole_tensors import open_weights
@@ -52,6 +52,7 @@ def find_model(path: str, data: EvalDataConfig, rollout: RolloutConfig, world: W
         )
     )  # fmt: skip
     # Before the hashing, which takes minutes for a large model.
+    world.agree(lambda: check_parameters(files))
     tokenizer = world.agree(lambda: load_tokenizer(files.folder, chat_template_kwargs=data.chat_template_kwargs))
     hashes = _hash_folder(files.folder, world) if actor is None else verify_actor(actor, world)
     text = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
@@ -59,7 +60,7 @@ def find_model(path: str, data: EvalDataConfig, rollout: RolloutConfig, world: W
         files=files,
         tokenizer=tokenizer,
         fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
-        warnings=tuple(warnings),
+        warnings=(*files.warnings, *warnings),
     )
 
 
@@ -74,7 +75,6 @@ def _hash_folder(folder: Path, world: World) -> dict[str, str]:
 def load_eval_prompts(data: EvalDataConfig, model: EvalModel, rows: Rows, *, date: str) -> tuple[list[int], Prompts]:
     """The ids that end a response, and the prompts under the chat template on that date. Raises UserError."""
     folder = model.files.folder
-    check_model_config(str(folder), expected_shapes(model.files.config))
     files = DataFiles(train=None, val=rows, warnings=())
     options = dict(split="val", date=date, files_flag="--data.files")
     prompts = tokenize(data.as_validation(), files, model.tokenizer, **options)
@@ -110,7 +110,7 @@ def iter_weights(model: EvalModel, dtype: torch.dtype) -> Iterator[tuple[str, Te
     Raises UserError or DamagedCheckpoint for a tensor that is missing, of another shape, or not finite.
     """
     weights = open_weights(model.files.folder)
-    for name, shape in expected_shapes(model.files.config).items():
+    for name, shape in model.files.shapes.items():
         tensor = torch.empty(shape, dtype=dtype)
         read_weight_(weights, tensor, name)
         yield name, tensor

@@ -23,15 +23,13 @@ from lib.errors import UserError
 from lib.launch.resume import Resume, find_resume, with_date
 from lib.launch.train_config import TrainConfig
 from lib.model.critic_config import CriticConfig
-from lib.model.networks import build_critic, check_model_config
 from lib.rewards.trial import check_reward, rows_to_answer
 from lib.storage.model_folder import (
     ModelFiles,
     check_critic_files,
     check_model_files,
+    check_parameters,
     check_reference,
-    critic_shapes,
-    expected_shapes,
 )
 from lib.storage.model_source import find_actor, verify_actor
 from lib.storage.weight_headers import some
@@ -83,7 +81,6 @@ def check_input(cfg: TrainConfig, world: World) -> tuple[DataFiles, ModelFiles, 
     files = world.agree(lambda: check_data_files(cfg.data))
     resume = with_date(find_resume(cfg, world), cfg, world)
     model_files = find_models(cfg, resume, world)
-    world.agree(lambda: resume.check_model("actor", expected_shapes(model_files.config)))
     check_run(cfg.run_dir, cfg.tracking, world, overwrite=cfg.overwrite, goes_on=resume.in_place)
     return files, model_files, resume
 
@@ -130,7 +127,7 @@ def _find_model(cfg: TrainConfig, path: str, option: str, tensor_parallel_size: 
     )  # fmt: skip
     if actor is not None:
         verify_actor(actor, world)
-    return replace(files, warnings=tuple(warnings))
+    return replace(files, warnings=(*files.warnings, *warnings))
 
 
 def check_critic(
@@ -150,8 +147,7 @@ def check_critic(
                 f"--data.max-prompt-len {cfg.data.max_prompt_len} + --rollout.max-response-len "
                 f"{cfg.rollout.max_response_len} = {longest}; expected at least {longest}; raise it, or leave it out"
             )
-        check_model_config(str(files.folder), critic_shapes(files.config), build=build_critic)
-        resume.check_model("critic", critic_shapes(files.config), option="--critic.model.path")
+        resume.check_model("critic", files.shapes, option="--critic.model.path")
         return files
 
     return world.agree(check)
@@ -176,13 +172,21 @@ def data_sources(cfg: TrainConfig, train: Rows, val: Rows) -> set[str]:
     return train.data_sources(cfg.data.train_max_samples) | val.data_sources(cfg.data.val_max_samples)
 
 
+def check_networks(model_files: ModelFiles, resume: Resume) -> None:
+    """Raises UserError unless transformers builds the policy, and the reference, of weights that are theirs and the
+    checkpoint's. Imports transformers."""
+    for each in (model_files, model_files.reference):
+        if each is not None:
+            check_parameters(each)
+    resume.check_model("actor", model_files.shapes)
+
+
 def load_prompts(
     cfg: TrainConfig, files: DataFiles, model_files: ModelFiles, resume: Resume, world: World
 ) -> tuple[Any, list[int], Prompts, Prompts]:
-    """The tokenizer, the ids that end a response, and both splits under the chat template on the run's date."""
-    for each in (model_files, model_files.reference):
-        if each is not None:
-            check_model_config(str(each.folder), expected_shapes(each.config))
+    """The tokenizer, the ids that end a response, and both splits under the chat template on the run's date; after the
+    checks of models that need transformers."""
+    check_networks(model_files, resume)
     tokenizer = load_tokenizer(model_files.folder, chat_template_kwargs=cfg.data.chat_template_kwargs)
     stop_ids = stop_token_ids(tokenizer, model_files.folder)
     train_set = tokenize(cfg.data, files, tokenizer, split="train", date=resume.date, show_progress=world.rank == 0)

@@ -33,15 +33,21 @@ def register_packed_attention() -> None:
 
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, scaling: float,
-    cu_seq_lens_q: Tensor, max_length_q: int, sliding_window: int | None = None, **others: Any,
+    cu_seq_lens_q: Tensor | None = None, max_length_q: int = 0, sliding_window: int | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention within each packed sequence.
 
     query (1, heads, N, d), key and value (1, kv_heads, N, d); cu_seq_lens_q (S + 1,) int32 holds the S sequences'
     borders, for sequences of 3 and 2 tokens [0, 3, 5], the last sequences may be empty; gives (1, N, heads, d). Raises
-    UserError for a keyword that is not known to be harmless: gpt-oss's `s_aux`, left out, moves log-probs by 1.8 nats.
+    UserError for a keyword that is not known to be harmless: gpt-oss's `s_aux`, left out, moves log-probs by 1.8 nats;
+    and where a model's layers do not hand the borders on.
     """
     _refuse_unknown(module, others)
+    if cu_seq_lens_q is None:
+        raise UserError(
+            f"this model's layers do not hand on where packed sequences begin; {type(module).__name__}; found no "
+            "cu_seq_lens_q among attention's keywords; choose another model"
+        )
     assert attention_mask is None, "packed attention isolates sequences by their borders, not by a mask"
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # (tokens to the left, to the right)

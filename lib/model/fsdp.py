@@ -11,7 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from lib.dist import World
 from lib.model.host_memory import HostMemory
-from lib.model.networks import CausalPolicy, Critic, ModelConfig, build_critic, build_policy, load_weights_
+from lib.model.networks import (
+    CausalPolicy,
+    Critic,
+    ModelConfig,
+    build_critic,
+    build_policy,
+    empty_,
+    load_weights_,
+)
 
 COMPILE_OPTIONS = {"triton.mix_order_reduction_non_strict_mode": True}
 """For inductor. The option lets it fuse the two sums of a norm's backward pass whatever the number of tokens. Without
@@ -102,7 +110,7 @@ def _load_(
         model.placement.spare_bytes = 0 if dtype is torch.float32 else spare
     if recompute and next(model.parameters()).requires_grad:
         model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.to_empty(device=world.device)
+    empty_(model, world.device)
     load_weights_(model, folder, world)
 
 
@@ -151,9 +159,10 @@ def update_bytes(
     config, num_layers = model.config, len(model.layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters = sum(p.numel() for p in model.parameters())
-    in_layers = sum(p.numel() for p in model.layers.parameters())
+    in_layers = sum(p.numel() for layer in model.layers for p in layer.parameters())
     gathered = parameters if keeps_gathered else parameters - in_layers + 2 * in_layers // num_layers
-    layer = 4 * config.hidden_size + 3 * config.intermediate_size
+    norms = sum(p.shape == (config.hidden_size,) for p in model.layers[0].parameters())  # Gemma 3 has four
+    layer = (2 + norms) * config.hidden_size + 3 * config.intermediate_size
     layer += (3 * config.num_attention_heads + 4 * config.num_key_value_heads) * head_dim
     logits = config.vocab_size if isinstance(model, CausalPolicy) else 0
     of_attention = 12 * config.num_attention_heads * head_dim  # float32 gradients of q, and of k and v for every head

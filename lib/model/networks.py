@@ -6,7 +6,6 @@ Weights are built on the meta device, sharded, and filled by rank 0 reading safe
 at a time: host memory does not grow with the number of ranks or the size of the model.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +15,9 @@ from torch import Tensor, nn
 
 from lib.dist import World
 from lib.errors import UserError
+from lib.families.heads import logits_divisor
+from lib.families.meta_model import build_causal_lm, build_decoder
+from lib.families.supported import CAUSAL, VALUES
 from lib.model.attention import PACKED, register_packed_attention
 from lib.model.head import Statistic, linear_log_probs
 from lib.storage.whole_tensors import SafetensorsFolder, ShardsFolder, open_weights
@@ -50,7 +52,9 @@ class CausalPolicy(nn.Module):
         super().__init__()
         self.config = causal_lm.config
         self.model = causal_lm.model
+        self._layers = _layers(self.model)  # FSDP renames their classes
         self.tied = bool(self.config.tie_word_embeddings)
+        self.logits_divisor = logits_divisor(self.config.to_dict())
         # A tied head is the embedding itself: one parameter, sharded, updated, synchronised and saved once.
         self.lm_head = None if self.tied else causal_lm.lm_head
 
@@ -65,12 +69,14 @@ class CausalPolicy(nn.Module):
         """
         hidden = _hidden_states(self.model, input_ids, position_ids, cu_seq_lens, max_len, positions)  # (M, H)
         weight = self.model.embed_tokens.weight if self.tied else self.lm_head.weight  # (V, H)
+        # A head that scales its logits is one that samples at another temperature.
+        temperature = temperature * self.logits_divisor
         return linear_log_probs(hidden, weight, labels, temperature=temperature, statistic=statistic)
 
     @property
-    def layers(self) -> nn.ModuleList:
+    def layers(self) -> list[nn.Module]:
         """The decoder layers, in order."""
-        return self.model.layers
+        return self._layers
 
 
 class Critic(nn.Module):
@@ -80,6 +86,7 @@ class Critic(nn.Module):
         super().__init__()
         self.config = decoder.config
         self.model = decoder
+        self._layers = _layers(decoder)
         self.score = nn.Linear(self.config.hidden_size, 1, dtype=decoder.dtype)
 
     def forward(
@@ -94,9 +101,15 @@ class Critic(nn.Module):
         return self.score(hidden.to(self.score.weight.dtype))  # (M, 1)
 
     @property
-    def layers(self) -> nn.ModuleList:
+    def layers(self) -> list[nn.Module]:
         """The decoder layers, in order."""
-        return self.model.layers
+        return self._layers
+
+
+def _layers(decoder: nn.Module) -> list[nn.Module]:
+    """What transformers says must stay on one device: the decoder layers."""
+    names = set(decoder._no_split_modules)
+    return [module for module in decoder.modules() if type(module).__name__ in names]
 
 
 def _hidden_states(
@@ -115,58 +128,27 @@ def _hidden_states(
 
 
 def build_policy(folder: str, *, param_dtype: torch.dtype) -> CausalPolicy:
-    """The policy with parameters of the given precision on the meta device: shapes only."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    """The policy with parameters of the given precision on the meta device, and real buffers. Raises UserError."""
     register_packed_attention()
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED, dtype=param_dtype)
-    return CausalPolicy(causal_lm)
+    return CausalPolicy(build_causal_lm(Path(folder), dtype=param_dtype, attention=PACKED))
 
 
 def build_critic(folder: str, *, param_dtype: torch.dtype) -> Critic:
-    """The critic with parameters of the given precision on the meta device; its config is that of a folder to save."""
-    from transformers import AutoConfig, AutoModel
-
+    """The critic with parameters of the given precision on the meta device, and real buffers; its config is that of a
+    folder to save. Raises UserError."""
     register_packed_attention()
-    config = AutoConfig.from_pretrained(folder, num_labels=1)
+    decoder = build_decoder(Path(folder), dtype=param_dtype, attention=PACKED, num_labels=1)
+    decoder.config.architectures = [name.replace(CAUSAL, VALUES) for name in decoder.config.architectures]
     with torch.device("meta"):
-        decoder = AutoModel.from_config(config, attn_implementation=PACKED, dtype=param_dtype)
-        decoder.config.architectures = [type(decoder).__name__.removesuffix("Model") + "ForTokenClassification"]
         return Critic(decoder)
 
 
-def check_model_config(
-    folder: str, shapes: dict[str, tuple[int, ...]], *, build: Callable[..., nn.Module] = build_policy
-) -> None:
-    """Raises UserError unless transformers builds, of this folder's config.json, a model with parameters {name: shape}.
-
-    Finds what only transformers knows: activations, rotary scalings, layer types. `build` is build_policy or
-    build_critic. Local to the rank.
-    """
-    try:
-        model = build(folder, param_dtype=torch.float32)
-    except Exception as error:  # KeyError, ValueError, dataclass validation: transformers has no class for it
-        raise UserError(
-            f"transformers cannot build the model; {Path(folder) / 'config.json'}; found "
-            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}; mend that entry, or copy config.json again"
-        ) from error
-    found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if found != shapes:
-        different = sorted(name for name in {*found, *shapes} if found.get(name) != shapes.get(name))
-        raise UserError(
-            f"transformers builds another model; {Path(folder) / 'config.json'}; found {different[0]} "
-            f"{found.get(different[0])}, expected {shapes.get(different[0])}, as in the weights; copy config.json again"
-        )
-
-
-def build_rotary_(model: CausalPolicy | Critic, device: torch.device) -> None:
-    """Gives a model that was built on the meta device its buffers: rotary frequencies, which are not on disk."""
-    rotary = model.model.rotary_emb
-    with device:
-        model.model.rotary_emb = type(rotary)(config=model.config)
-    assert not any(buffer.is_meta for buffer in model.buffers()), "a buffer was left without values"
+def empty_(model: nn.Module, device: torch.device) -> None:
+    """Gives a model of the meta device memory on a device; buffers keep their values."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
 
 
 def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None:
@@ -177,7 +159,6 @@ def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None
     """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    build_rotary_(model, world.device)
     reader = world.agree(lambda: open_weights(path) if world.rank == 0 else None)
     for name, parameter in model.named_parameters():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)

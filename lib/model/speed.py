@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lib.dist import World
-from lib.storage.model_folder import head_dim, num_kv_heads
+from lib.storage.model_folder import ModelFiles, head_dim
 from lib.types import Batch
 
 # bf16 FLOP/s of one GPU, dense (without sparsity). The longer name first where one contains another.
@@ -36,30 +36,41 @@ def peak_flops(device_name: str) -> float | None:
     return next(matches, None)
 
 
-def flops_forward(config: Mapping[str, Any], seq_lens: Sequence[int], response_lens: Sequence[int]) -> float:
-    """FLOPs of one forward pass over packed sequences of one of `ARCHITECTURES`.
+def flops_forward(
+    config: Mapping[str, Any], seq_lens: Sequence[int], response_lens: Sequence[int], *, block_parameters: int
+) -> float:
+    """FLOPs of one forward pass over packed sequences of a dense decoder.
 
-    `config` is a Hugging Face config as a dict; `seq_lens` counts prompt and response tokens. A matrix product with P
-    parameters costs 2P per token (one multiplication, one addition). With hidden size h, L layers, H query heads and K
-    key-value heads of dimension d, MLP width f, vocabulary V:
+    `config` is a Hugging Face config as a dict, with its defaults; `seq_lens` counts prompt and response tokens. A
+    matrix product with P parameters costs 2P per token (one multiplication, one addition). With hidden size h, L
+    layers, H query heads of dimension d, vocabulary V and N parameters in the layers' matrices (`block_parameters`):
 
-        block parameters    N = L * (h*H*d [q] + 2*h*K*d [k, v] + H*d*h [o] + 3*h*f [gate, up, down])
         blocks              2 * N * sum(l)
-        attention           L * 2 products (q k^T and p v) * 2*H*d * sum(l^2 / 2) = 2 * L*H*d * sum(l^2)
+        attention           over layers: 2 products (q k^T and p v) * 2*H*d * sum(pairs)
         head                2 * V*h * sum(r), on response positions only
 
-    Causal attention needs half of the l x l products. The embedding is a look-up and costs nothing; norms, rotary
-    embeddings and softmax are not counted. A backward pass costs twice as much; recomputation and padding are overhead,
-    not work, so they do not count.
+    Causal attention needs pairs = l^2 / 2 of the l x l products, a layer with a window w < l only w * l - w^2 / 2. The
+    embedding is a look-up and costs nothing; norms, rotary embeddings and softmax are not counted. A backward pass
+    costs twice as much; recomputation and padding are overhead, not work, so they do not count.
     """
-    hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-    attention = 2 * hidden * (heads + num_kv_heads(config)) * head_dim(config)
-    block_params = layers * (attention + 3 * hidden * config["intermediate_size"])
-    return float(
-        2 * block_params * sum(seq_lens)
-        + 2 * layers * heads * head_dim(config) * sum(length * length for length in seq_lens)
-        + 2 * config["vocab_size"] * hidden * sum(response_lens)
+    pairs = sum(
+        length * length / 2 if window is None or window >= length else window * length - window * window / 2
+        for window in _windows(config)
+        for length in seq_lens
     )
+    return float(
+        2 * block_parameters * sum(seq_lens)
+        + 4 * config["num_attention_heads"] * head_dim(config) * pairs
+        + 2 * config["vocab_size"] * config["hidden_size"] * sum(response_lens)
+    )
+
+
+def _windows(config: Mapping[str, Any]) -> list[int | None]:
+    """The tokens that each layer's attention sees; None: all before."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if window and config.get("use_sliding_window", True) and not kinds:
+        return [window] * config["num_hidden_layers"]
+    return [window if kind == "sliding_attention" else None for kind in kinds or [""] * config["num_hidden_layers"]]
 
 
 def perf_metrics(
@@ -67,7 +78,7 @@ def perf_metrics(
     timings: Mapping[str, float],
     world: World,
     *,
-    model_config: Mapping[str, Any],
+    model: ModelFiles,
     update_epochs: int = 1,
     engine_bytes: int = 0,
 ) -> dict[str, float]:
@@ -78,7 +89,7 @@ def perf_metrics(
     Executed by all ranks.
     """
     lens, response_lens = batch.total_lens.tolist(), batch.response_lens.tolist()
-    flops = flops_forward(model_config, lens, response_lens)
+    flops = flops_forward(model.full_config, lens, response_lens, block_parameters=model.block_parameters)
     on_gpu = world.device.type == "cuda"
     peak = peak_flops(torch.cuda.get_device_name(world.device)) if on_gpu else None
     mine = {"tokens": sum(lens), "responses": sum(response_lens), "flops": flops, "cpu": _node_memory_used()}

@@ -1,35 +1,37 @@
-"""What is wrong with a model folder, found in its headers: before transformers is imported, in under a second.
+"""What is wrong with a model folder, found in its headers, before weights are read.
 
 Reads JSON files and the first bytes of the weights; a tensor only where two must be equal (NaN and infinity are found
-when weights load).
+when weights load). Which tensors there must be, transformers says, which builds the model without memory.
 """
 
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lib.config.values import either, nearest_divisors, resolve_path
 from lib.errors import UserError
+from lib.families.supported import VALUES, check_family
 from lib.storage.beside_weights import check_beside_weights
-from lib.storage.weight_headers import DOWNLOAD_AGAIN, Shape, check_weights, listing, read_json, shards_beside
+from lib.storage.weight_headers import (
+    DOWNLOAD_AGAIN,
+    Shape,
+    check_weights,
+    listing,
+    read_headers,
+    read_json,
+    shards_beside,
+    some,
+)
 
-ARCHITECTURES = {
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-}
-"""What can be trained: architecture -> its model_type, by which transformers chooses the code."""
-CRITIC_ARCHITECTURES = ARCHITECTURES | {
-    name.replace("ForCausalLM", "ForTokenClassification"): kind for name, kind in ARCHITECTURES.items()
-}
-"""What a critic can start from: one of these decoders, or a saved critic."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_SIZE = 2**31  # beyond it a number in config.json is a mistake
-MAX_LAYERS = 10_000  # and above all too many to list
+MAX_LAYERS = 1_000  # and above all too many to list
+LENGTH_DEPENDENT = ("longrope", "dynamic")
+"""Rotary scalings whose tables change with the longest sequence of a batch."""
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -49,13 +51,40 @@ class ModelFiles:
     """Absolute; for a hub id, the folder of its snapshot."""
     config: dict[str, Any]
     """config.json."""
-    num_parameters: int
+    is_critic: bool = False
+    """Whether it is trained with a value head in place of its own."""
     reference: "ModelFiles | None" = None
     """The frozen model of the KL; None without one."""
     warnings: tuple[str, ...] = ()
     """About checkpoints that were passed over on the way to it."""
     code: tuple[str, ...] = ()
     """Entries of its configs that name code, in words: it is neither run nor copied into a checkpoint."""
+
+    @cached_property
+    def _network(self) -> tuple[dict[str, Any], dict[str, Shape]]:
+        return _config_and_shapes(self.config, self.folder)
+
+    @property
+    def full_config(self) -> dict[str, Any]:
+        """config.json with transformers' defaults for what it leaves out. Imports transformers; raises UserError."""
+        return self._network[0]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """{name: shape} of every parameter that is trained. Imports transformers; raises UserError."""
+        shapes = self._network[1]
+        return _without_head(shapes) | value_head(self.config) if self.is_critic else shapes
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the model itself. Imports transformers; raises UserError."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @property
+    def block_parameters(self) -> int:
+        """Of the layers' matrices: each costs a multiplication and an addition per token."""
+        matrices = [shape for name, shape in self.shapes.items() if name.startswith("model.layers.") and len(shape) > 1]
+        return sum(math.prod(shape) for shape in matrices)
 
     @property
     def num_frozen_parameters(self) -> int:
@@ -80,24 +109,32 @@ def check_model_files(
     path: str, *, max_prompt_len: int, max_response_len: int, tensor_parallel_size: int = 1, with_weights: bool = True,
     option: str = "--model.path",
 ) -> ModelFiles:  # fmt: skip
-    """The folder and its config.json. Raises UserError, with a remedy, for a folder that could not be trained.
+    """The folder and its config.json, without a look at its tensors (`check_parameters`): imports nothing that is slow.
 
-    A hub id (`Qwen/Qwen3-0.6B`) is looked up in the local cache or downloaded, then checked like a folder.
-    `with_weights` False: the weights lie elsewhere, as a checkpoint's do.
+    Raises UserError, with a remedy, for a folder that could not be trained. A hub id (`Qwen/Qwen3-0.6B`) is looked up
+    in the local cache or downloaded, then checked like a folder. `with_weights` False: the weights lie elsewhere, as a
+    checkpoint's do.
     """
     folder = _find_folder(path, option)
-    config = _read_config(folder, option)
-    _check_architecture(config, folder, ARCHITECTURES)
+    config, warnings = _read_config(folder, option)
     _check_length(config, folder, max_prompt_len, max_response_len)
     _check_tensor_parallel(config, folder, tensor_parallel_size)
     if with_weights:
-        # A value head may lie in any folder: train_ppo.py can start a critic from it.
-        check_weights(folder, expected_shapes(config), optional=critic_shapes(config), tied=_tied_names(config))
+        read_headers(folder)
     _check_vocabulary(folder, config["vocab_size"])
     _check_tokenizer_config(folder)
     code = check_beside_weights(folder)
-    num_parameters = _count(expected_shapes(config))
-    return ModelFiles(folder=folder, config=config, num_parameters=num_parameters, code=tuple(code))
+    return ModelFiles(folder=folder, config=config, code=tuple(code), warnings=tuple(warnings))
+
+
+def check_parameters(files: ModelFiles) -> None:
+    """Raises UserError unless transformers builds a model of the folder's config.json, and its weights are that
+    model's. Imports transformers."""
+    shapes, config = files.shapes, files.full_config
+    if shards_beside(files.folder) is None:
+        # A value head may lie in any folder: train_ppo.py can start a critic from it.
+        tied = {HEAD: EMBEDDING} if HEAD not in shapes else {}
+        check_weights(files.folder, shapes, optional=value_head(config), tied=tied)
 
 
 def check_critic_files(path: str, policy: ModelFiles, *, max_prompt_len: int, max_response_len: int) -> ModelFiles:
@@ -105,19 +142,25 @@ def check_critic_files(path: str, policy: ModelFiles, *, max_prompt_len: int, ma
 
     A causal language model, or one for token classification with a single label, as a saved critic is. It needs no
     tokenizer: the ids are the policy's. Raises UserError, with a remedy, for a folder that could not be trained or
-    whose vocabulary is not the policy's.
+    whose vocabulary is not the policy's. Imports transformers.
     """
-    if not path.strip() and shards_beside(policy.folder) is not None:
-        return replace(policy, num_parameters=_count(critic_shapes(policy.config)))  # its weights are whole
-    folder, config = policy.folder, policy.config
+    files = replace(policy, is_critic=True)
     if path.strip():
-        folder, config = _find_critic(path, policy, max_prompt_len, max_response_len)
-    optional = critic_shapes(config)
-    if not _has_value_head(config):
-        optional |= {HEAD: (config["vocab_size"], config["hidden_size"])}  # which no critic has, tied or not
-    check_weights(folder, expected_shapes(config), optional=optional)
-    check_beside_weights(folder)
-    return ModelFiles(folder=folder, config=config, num_parameters=_count(critic_shapes(config)))
+        files = _find_critic(path, policy, max_prompt_len, max_response_len)
+    elif shards_beside(policy.folder) is not None:
+        return files  # its weights are whole
+    shapes, optional = dict(files.shapes), value_head(files.config)
+    del shapes["score.bias"]  # it may be left out
+    if not _has_value_head(files.config):
+        del shapes["score.weight"]
+        if HEAD in files._network[1]:
+            shapes[HEAD] = files._network[1][HEAD]
+        optional |= {
+            HEAD: (files.config["vocab_size"], files.config["hidden_size"])
+        }  # which no critic has, tied or not
+    check_weights(files.folder, shapes, optional=optional)
+    check_beside_weights(files.folder)
+    return files
 
 
 def check_reference(policy: ModelFiles, reference: ModelFiles) -> None:
@@ -137,12 +180,9 @@ def check_reference(policy: ModelFiles, reference: ModelFiles) -> None:
     )
 
 
-def _find_critic(
-    path: str, policy: ModelFiles, max_prompt_len: int, max_response_len: int
-) -> tuple[Path, dict[str, Any]]:
+def _find_critic(path: str, policy: ModelFiles, max_prompt_len: int, max_response_len: int) -> ModelFiles:
     folder = _find_folder(path, "--critic.model.path")
-    config = _read_config(folder, "--critic.model.path")
-    _check_architecture(config, folder, CRITIC_ARCHITECTURES)
+    config, warnings = _read_config(folder, "--critic.model.path", is_critic=True)
     _check_length(config, folder, max_prompt_len, max_response_len)
     if config["vocab_size"] != policy.config["vocab_size"]:
         raise UserError(
@@ -157,78 +197,44 @@ def _find_critic(
             f"the critic's head gives several numbers a token; {folder / 'config.json'}; found {num_labels} labels, "
             "expected 1 (num_labels=1); use a value model, or the causal language model: its head then starts at 0"
         )
-    return folder, config
-
-
-def _count(shapes: dict[str, Shape]) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
+    return ModelFiles(folder=folder, config=config, is_critic=True, warnings=tuple(warnings))
 
 
 def _has_value_head(config: dict[str, Any]) -> bool:
-    return config["architectures"][0].endswith("ForTokenClassification")
+    return config["architectures"][0].endswith(VALUES)
 
 
-def expected_shapes(config: dict[str, Any]) -> dict[str, Shape]:
-    """{name: shape} of every tensor in the weights of a supported architecture, from its config.json."""
-    shapes = _decoder_shapes(config)
-    if _has_value_head(config):
-        shapes["score.weight"] = (1, config["hidden_size"])  # the bias may be left out
-    elif not config.get("tie_word_embeddings", False):
-        shapes[HEAD] = (config["vocab_size"], config["hidden_size"])
-    return shapes
+def _config_and_shapes(raw: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Shape]]:
+    """The config with all defaults, and {name: shape} of what transformers builds of it. Raises UserError."""
+    from lib.families.heads import check_head  # they import torch, which takes longer than all checks before
+    from lib.families.meta_model import build_causal_lm, read_config
+
+    config, model = read_config(folder), build_causal_lm(folder)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    buffers = sorted(model.state_dict().keys() - shapes.keys() - {HEAD})
+    elsewhere = [name for name in shapes if not name.startswith("model.") and name != HEAD]
+    if EMBEDDING not in shapes or buffers or elsewhere:
+        raise UserError(
+            f"the model is put together in another way; {folder / 'config.json'}; found "
+            f"{some(buffers or elsewhere or sorted(shapes))}, expected parameters alone, of a decoder under model. and "
+            f"of {HEAD}; choose another model"
+        )
+    check_head(model)
+    return config.to_dict() | {"architectures": raw["architectures"]}, shapes
 
 
-def _tied_names(config: dict[str, Any]) -> dict[str, str]:
-    """{tensor: the one that it is another name of}."""
-    return {HEAD: EMBEDDING} if config.get("tie_word_embeddings", False) else {}
+def _without_head(shapes: dict[str, Shape]) -> dict[str, Shape]:
+    return {name: shape for name, shape in shapes.items() if name != HEAD}
 
 
-def critic_shapes(config: dict[str, Any]) -> dict[str, Shape]:
-    """{name: shape} of every parameter of the critic that is built by this config.json."""
-    return _decoder_shapes(config) | {"score.weight": (1, config["hidden_size"]), "score.bias": (1,)}
-
-
-def _decoder_shapes(config: dict[str, Any]) -> dict[str, Shape]:
-    kind = config["model_type"]
-    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-    kv_heads, dim = num_kv_heads(config), head_dim(config)
-    output_bias = kind in ("qwen3", "llama") and config.get("attention_bias", False)
-    attention_bias = output_bias or kind == "qwen2"
-    mlp_bias = kind == "llama" and config.get("mlp_bias", False)
-    linears = {  # (out, in), has a bias
-        "self_attn.q_proj": ((heads * dim, hidden), attention_bias),
-        "self_attn.k_proj": ((kv_heads * dim, hidden), attention_bias),
-        "self_attn.v_proj": ((kv_heads * dim, hidden), attention_bias),
-        "self_attn.o_proj": ((hidden, heads * dim), output_bias),
-        "mlp.gate_proj": ((inner, hidden), mlp_bias),
-        "mlp.up_proj": ((inner, hidden), mlp_bias),
-        "mlp.down_proj": ((hidden, inner), mlp_bias),
-    }
-    layer: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-    if kind == "qwen3":
-        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-    for name, (shape, has_bias) in linears.items():
-        layer[f"{name}.weight"] = shape
-        if has_bias:
-            layer[f"{name}.bias"] = shape[:1]
-    shapes: dict[str, Shape] = {
-        EMBEDDING: (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for i in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes
-
-
-def num_kv_heads(config: Mapping[str, Any]) -> int:
-    """Heads of keys and values, by config.json or its architecture's default."""
-    return config.get("num_key_value_heads") or config["num_attention_heads"]
+def value_head(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """{name: shape} of a critic's head."""
+    return {"score.weight": (1, config["hidden_size"]), "score.bias": (1,)}
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
-    """Numbers of one head, by config.json or its architecture's default."""
-    default = 128 if config["model_type"] == "qwen3" else config["hidden_size"] // config["num_attention_heads"]
-    return config.get("head_dim") or default
+    """Numbers of one head."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 # ---- The folder ----
@@ -276,7 +282,8 @@ def _download(hub_id: str, option: str) -> Path:
 # ---- config.json ----
 
 
-def _read_config(folder: Path, option: str) -> dict[str, Any]:
+def _read_config(folder: Path, option: str, *, is_critic: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """config.json as it is, of a family that can be trained, and warnings."""
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         base = read_json(adapter).get("base_model_name_or_path", "unknown")
@@ -290,6 +297,7 @@ def _read_config(folder: Path, option: str) -> dict[str, Any]:
         hint = f"use {Path(inside[0]).parent}" if inside else "give a folder in the Hugging Face format"
         raise UserError(f"the model folder has no config.json; {folder}; found {listing(folder)}; {hint}")
     config = read_json(file)
+    warnings = check_family(config, folder, is_critic=is_critic)
     for name in (*SIZES, *(name for name in OPTIONAL_SIZES if config.get(name) is not None)):
         most = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
         if type(config.get(name)) is not int or not 0 < config[name] <= most:
@@ -297,38 +305,13 @@ def _read_config(folder: Path, option: str) -> dict[str, Any]:
                 f"config.json has no usable {name}; {file}; found {config.get(name)!r}, expected a positive integer "
                 f"up to {most}; {DOWNLOAD_AGAIN}"
             )
-    return config
-
-
-def _check_architecture(config: dict[str, Any], folder: Path, known: dict[str, str]) -> None:
-    """`known` is architecture -> model_type."""
-    file = folder / "config.json"
-    if "quantization_config" in config:
+    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
+    if heads % kv_heads:
         raise UserError(
-            f"the weights are quantised; {file}; found quantization_config, expected float weights; use the "
-            "unquantised model: training needs its full precision"
+            f"the heads do not divide; {file}; found num_attention_heads={heads}, num_key_value_heads={kv_heads}, "
+            f"expected a multiple; {DOWNLOAD_AGAIN}"
         )
-    if "auto_map" in config:
-        raise UserError(
-            f"the model brings its own code; {file}; found auto_map, expected an architecture of transformers itself; "
-            f"use a model of {', '.join(known)}"
-        )
-    found = config.get("architectures")
-    if not isinstance(found, list) or len(found) != 1 or found[0] not in known:
-        raise UserError(
-            f"unsupported architecture; {file}; found {found}, expected one of {', '.join(known)}; use a model of these"
-        )
-    if config.get("model_type") != known[found[0]]:
-        raise UserError(
-            f"architecture and model_type differ; {file}; found {found[0]} and {config.get('model_type')!r}, expected "
-            f"{known[found[0]]!r}; {DOWNLOAD_AGAIN}"
-        )
-    heads = config["num_attention_heads"]
-    if heads % num_kv_heads(config):
-        raise UserError(
-            f"the heads do not divide; {file}; found num_attention_heads={heads}, num_key_value_heads="
-            f"{num_kv_heads(config)}, expected a multiple; {DOWNLOAD_AGAIN}"
-        )
+    return config, warnings
 
 
 def _check_length(config: dict[str, Any], folder: Path, max_prompt_len: int, max_response_len: int) -> None:
@@ -343,6 +326,9 @@ def _check_length(config: dict[str, Any], folder: Path, max_prompt_len: int, max
                 f"original_max_position_embeddings {original!r}, expected positive numbers; {DOWNLOAD_AGAIN}"
             )
         limit = max(limit, int(original * factor))
+    original = rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None
+    if isinstance(rope, dict) and rope.get("rope_type") in LENGTH_DEPENDENT and type(original) is int:
+        limit = min(limit, original)  # beyond it a sequence's tables depend on the longest one packed beside it
     if max_prompt_len + max_response_len > limit:
         raise UserError(
             f"prompt and response do not fit the model; {folder / 'config.json'}; found --data.max-prompt-len "
@@ -352,7 +338,8 @@ def _check_length(config: dict[str, Any], folder: Path, max_prompt_len: int, max
 
 
 def _check_tensor_parallel(config: dict[str, Any], folder: Path, size: int) -> None:
-    heads, kv_heads = config["num_attention_heads"], num_kv_heads(config)
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
     if heads % size or (kv_heads % size and size % kv_heads):
         fitting = [d for d in nearest_divisors(heads, size, count=heads) if kv_heads % d == 0 or d % kv_heads == 0]
         raise UserError(

@@ -46,7 +46,7 @@ def check_weights(
     `optional`: tensors that may be left out, but must have these shapes; `tied`: {tensor that may be there: the one
     that it must equal}.
     """
-    found = _read_headers(folder)
+    found = read_headers(folder)
     missing = [name for name in expected if name not in found]
     if missing:
         raise UserError(
@@ -75,8 +75,8 @@ def check_weights(
             )
 
 
-def _read_headers(folder: Path) -> dict[str, Entry]:
-    """Every tensor of the folder's files, in which each one is that the index places there."""
+def read_headers(folder: Path) -> dict[str, Entry]:
+    """Every tensor of the folder's files, in which each one is that the index places there. Raises UserError."""
     found: dict[str, Entry] = {}
     for file, names in iter_weight_files(folder):
         header = read_safetensors_header(file)

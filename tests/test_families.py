@@ -1,0 +1,145 @@
+"""Each family trains as transformers computes it and samples as it trains, from its folder to the merged file."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from lib.errors import UserError
+from lib.families.heads import check_head, logits_divisor
+from lib.families.meta_model import build_causal_lm
+from lib.families.supported import PROVED
+from lib.storage.model_folder import check_model_files
+from merge import MergeConfig, merge
+from tests.merge_checkpoints import seal
+from tests.prefork import prefork
+from tests.tiny import KINDS, make_model, make_tokenizer
+
+RANKS = {"1 rank": 1, "tensor parallel 2": 2}
+
+
+@pytest.fixture(scope="module", params=RANKS)
+def found(request, tmp_path_factory):
+    """(folder, number of ranks, {family: what the worker found})."""
+    folder, num_ranks = tmp_path_factory.mktemp("families"), RANKS[request.param]
+    words = (str(folder), str(folder / "found.json"), str(num_ranks), *KINDS)
+    done = prefork(num_ranks, "-m", "tests.families_worker", *words, vllm=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return folder, num_ranks, json.loads((folder / "found.json").read_text())
+
+
+def test_the_families_of_the_tests_are_those_that_count_as_proved():
+    configs = {
+        getattr(transformers, f"{name.removesuffix('ForCausalLM')}{middle}Config", None)
+        for name in PROVED
+        for middle in ("", "Text")
+    }
+    assert {config.model_type for config in configs if config} >= set(PROVED.values())
+    assert {name.removesuffix("ForCausalLM").lower() for name in PROVED} == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainer_and_engine_compute_what_transformers_computes(found, kind):
+    _, _, results = found
+    values = results[kind]
+    assert values["bits"] > 10 and values["computed"] == [] and values["tokens"] > 60
+    assert values["packed"] < 1e-5, values
+    assert values["gradients"] < 1e-5, values
+    assert values["engine"] < 1e-4, values
+    assert values["first"] > 0.1 and values["leak"] == 0  # another sequence's tokens change nothing
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_proof_of_the_start_finds_an_error_in_any_familys_engine(found, kind):
+    _, _, results = found
+    assert results[kind]["function"] < 1e-5
+    for name, said in results[kind]["planted"].items():
+        assert str(said).startswith("engine and trainer hold the same weights and do not compute the same"), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_loaded_saved_and_merged_is_the_file_bit_for_bit(found, kind, tmp_path):
+    folder, num_ranks, _ = found
+    step = seal(tmp_path / "run", {"actor": folder / f"checkpoint{num_ranks}" / kind})
+    merge(MergeConfig(local_dir=str(step / "actor"), target_dir=str(tmp_path / "merged"), dtype="keep"))
+    ours, theirs = (load_file(p / "model.safetensors") for p in (tmp_path / "merged", folder / f"{kind}{num_ranks}"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# ---- Heads ----
+
+
+def head_of(path, kind):
+    return build_causal_lm(make_model(path, kind=kind, tied=False))
+
+
+def test_a_head_that_scales_is_known_and_one_that_does_more_is_refused(tmp_path, monkeypatch):
+    for kind in ("qwen3", "granite"):
+        check_head(head_of(tmp_path / kind, kind))
+    granite = head_of(tmp_path / "granite", "granite")
+    assert logits_divisor(granite.config.to_dict()) == 6
+    assert logits_divisor({"logit_scale": 0.25, "lm_head_multiplier": None}) == 4
+    monkeypatch.setattr("lib.families.heads.DIVISORS", ())
+    with pytest.raises(UserError, match="more than a product and a scale; GraniteForCausalLM"):
+        check_head(granite)
+    capped = head_of(tmp_path / "qwen3", "qwen3")
+    capped.__class__ = Capped
+    with pytest.raises(UserError, match="more than a product and a scale; Capped"):
+        check_head(capped)
+
+
+class Capped(transformers.Qwen3ForCausalLM):
+    def forward(self, **keywords):
+        output = super().forward(**keywords)
+        output.logits = 30 * torch.tanh(output.logits / 30)
+        return output
+
+
+# ---- What is not proved, and what cannot be ----
+
+
+def test_a_family_that_is_not_listed_starts_with_a_warning(tmp_path):
+    config = transformers.OlmoConfig(
+        vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, pad_token_id=1, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    make_tokenizer(tmp_path)
+    files = check_model_files(str(tmp_path), max_prompt_len=8, max_response_len=8)
+    assert files.warnings[0].startswith("OlmoForCausalLM is none of the families that are tested here (Gemma3, Glm4")
+
+
+def rope(kind):
+    short = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16} if kind == "longrope" else {"factor": 4.0}
+    return {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64, **short}
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotary_tables_that_change_with_the_longest_sequence_bound_the_lengths(tmp_path, kind):
+    make_tokenizer(make_model(tmp_path, kind="phi3" if kind == "longrope" else "llama", tied=False))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"rope_parameters": rope(kind), "original_max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check_model_files(str(tmp_path), max_prompt_len=32, max_response_len=32)
+    with pytest.raises(UserError, match=r"32 [+] .* 33 = 65, expected at most .*64"):
+        check_model_files(str(tmp_path), max_prompt_len=32, max_response_len=33)
+
+
+@pytest.mark.parametrize(("kind", "where"), [("StableLm", "cu_seq_lens_q"), ("Nemotron", "cu_seq_lens_q")])
+def test_layers_that_hand_no_borders_on_are_told_apart_by_the_first_pass(tmp_path, kind, where):
+    from lib.model.networks import build_policy, empty_
+
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=1, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    policy = build_policy(str(tmp_path), param_dtype=torch.float32)
+    empty_(policy, torch.device("cpu"))
+    ids = torch.tensor([[3, 4, 5]])
+    with pytest.raises(UserError, match=where):
+        policy(ids, torch.arange(3)[None], torch.tensor([0, 3], dtype=torch.int32), 3, torch.tensor([1]), ids[0, 2:],
+               1.0, "none")  # fmt: skip
