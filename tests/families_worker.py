@@ -20,7 +20,7 @@ from lib.engine.engine import RolloutEngine
 from lib.engine.function_proof import prove_function
 from lib.engine.rollout_config import RolloutConfig, Sampling
 from lib.engine.weight_sync import WeightSync
-from lib.errors import WeightSyncError
+from lib.errors import UserError, WeightSyncError
 from lib.model.batching import make_batch
 from lib.model.forward import forward_policy
 from lib.model.fsdp import FSDPConfig, full_tensor, load_policy, reshard
@@ -86,15 +86,8 @@ def transpose_box(weight_sync: WeightSync) -> None:
 PLANTED = {"logits": scale_logits, "layer": skip_layer, "box": transpose_box}
 
 
-def look(kind: str, folder: Path, tp_size: int, world: World) -> dict:
-    """What is found of one family."""
-    from transformers import AutoModelForCausalLM
-
-    path = folder / f"{kind}{world.size}"
-    if world.rank == 0:
-        make_model(path, kind=kind, tied=kind in TIED, random_norms=True)
-        make_tokenizer(path)
-    world.gather(None)
+def start(path: Path, tp_size: int, world: World) -> WeightSync:
+    """An engine with the policy's weights."""
     cfg = RolloutConfig(
         tensor_model_parallel_size=tp_size, max_response_len=16, max_num_seqs=8, max_num_batched_tokens=2048,
         cpu_kv_cache_gib=0.1,
@@ -106,6 +99,35 @@ def look(kind: str, folder: Path, tp_size: int, world: World) -> dict:
     policy = load_policy(ModelConfig(dtype="float32"), str(path), FSDPConfig(), world)
     weight_sync = WeightSync(policy, engine, fsdp=FSDPConfig())
     weight_sync.load()
+    return weight_sync
+
+
+def look_at_a_stray_window(folder: Path, tp_size: int, world: World) -> str:
+    """What the proof says of an entry that the engine obeys and transformers' Llama does not."""
+    path = folder / f"stray{world.size}"
+    if world.rank == 0:
+        make_model(path, kind="llama")
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"sliding_window": 4}))
+    world.gather(None)
+    try:
+        prove_function(start(path, tp_size, world), str(path), dtype=torch.float32, max_prompt_len=8)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def look(kind: str, folder: Path, tp_size: int, world: World) -> dict:
+    """What is found of one family."""
+    from transformers import AutoModelForCausalLM
+
+    path = folder / f"{kind}{world.size}"
+    if world.rank == 0:
+        make_model(path, kind=kind, tied=kind in TIED, random_norms=True)
+        make_tokenizer(path)
+    world.gather(None)
+    weight_sync = start(path, tp_size, world)
+    policy, engine = weight_sync.policy, weight_sync.engine
     found = {"bits": weight_sync.verify(), "computed": sorted(weight_sync.computed)}
     found["function"] = prove(weight_sync, path)
     found["planted"] = {name: with_error(plant, weight_sync, path) for name, plant in PLANTED.items()}
@@ -168,6 +190,7 @@ def main(folder: str, out: str, tp_size: str, *kinds: str) -> None:
     """Looks at every family, one engine after the other."""
     world = init_distributed()
     found = {kind: look(kind, Path(folder), int(tp_size), world) for kind in kinds}
+    found["stray window"] = look_at_a_stray_window(Path(folder), int(tp_size), world)
     if world.rank == 0:
         Path(out).write_text(json.dumps(found, indent=1))
     shutdown_distributed()

@@ -1,6 +1,7 @@
 """Each family trains as transformers computes it and samples as it trains, from its folder to the merged file."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from lib.errors import UserError
 from lib.families.heads import check_head, logits_divisor
 from lib.families.meta_model import build_causal_lm
 from lib.families.supported import PROVED
-from lib.storage.model_folder import check_model_files
+from lib.storage.model_folder import check_critic_files, check_model_files, check_reference
 from merge import MergeConfig, merge
 from tests.merge_checkpoints import seal
 from tests.prefork import prefork
@@ -57,6 +58,14 @@ def test_the_proof_of_the_start_finds_an_error_in_any_familys_engine(found, kind
     assert results[kind]["function"] < 1e-5
     for name, said in results[kind]["planted"].items():
         assert str(said).startswith("engine and trainer hold the same weights and do not compute the same"), name
+
+
+def test_a_window_that_only_the_engine_obeys_is_found_without_a_sequence_beyond_it(found):
+    _, _, results = found
+    assert (
+        "layer 0" in results["stray window"]
+        and "found none in the trainer and 4 in the engine" in results["stray window"]
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,20 +121,48 @@ def test_a_family_that_is_not_listed_starts_with_a_warning(tmp_path):
     assert files.warnings[0].startswith("OlmoForCausalLM is none of the families that are tested here (Gemma3, Glm4")
 
 
-def rope(kind):
-    short = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16} if kind == "longrope" else {"factor": 4.0}
-    return {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64, **short}
+LONG = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+ORIGINAL = {"original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_rotary_tables_that_change_with_the_longest_sequence_bound_the_lengths(tmp_path, kind):
-    make_tokenizer(make_model(tmp_path, kind="phi3" if kind == "longrope" else "llama", tied=False))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "longrope", **LONG, **ORIGINAL}},
+        {"rope_scaling": {"type": "longrope", **LONG}, **ORIGINAL},  # as Phi-3 and Phi-4-mini have it
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **ORIGINAL}},
+        {"rope_parameters": {"full_attention": {"rope_type": "longrope", **LONG, **ORIGINAL}}},
+    ],
+)
+def test_rotary_tables_that_change_with_the_longest_sequence_bound_the_lengths(tmp_path, changes):
+    make_tokenizer(make_model(tmp_path, tied=False))
     config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"rope_parameters": rope(kind), "original_max_position_embeddings": 64}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    config.pop("rope_parameters")
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
     check_model_files(str(tmp_path), max_prompt_len=32, max_response_len=32)
-    with pytest.raises(UserError, match=r"32 [+] .* 33 = 65, expected at most .*64"):
+    with pytest.raises(UserError, match=r"32 [+] .* 33 = 65, expected at most original_max_position_embeddings=64"):
         check_model_files(str(tmp_path), max_prompt_len=32, max_response_len=33)
+
+
+def test_a_critic_or_reference_that_the_proofs_of_the_policy_say_nothing_about_is_refused(tmp_path):
+    files = {}
+    for name, config in (("olmo", transformers.OlmoConfig), ("starcoder2", transformers.Starcoder2Config)):
+        words = dict(
+            vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, pad_token_id=1, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        transformers.AutoModelForCausalLM.from_config(config(**words)).save_pretrained(tmp_path / name)
+        make_tokenizer(tmp_path / name)
+        files[name] = check_model_files(str(tmp_path / name), max_prompt_len=8, max_response_len=8)
+    make_tokenizer(make_model(tmp_path / "qwen3", tied=False))
+    files["qwen3"] = check_model_files(str(tmp_path / "qwen3"), max_prompt_len=8, max_response_len=8)
+    for policy, other, refused in (
+        ("olmo", "olmo", False), ("olmo", "qwen3", False), ("olmo", "starcoder2", True), ("qwen3", "olmo", True),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="nothing proves right as the reference") if refused else nullcontext():
+            check_reference(files[policy], files[other])
+        with pytest.raises(UserError, match="nothing proves right as the critic") if refused else nullcontext():
+            check_critic_files(str(tmp_path / other), files[policy], max_prompt_len=8, max_response_len=8)
 
 
 @pytest.mark.parametrize(("kind", "where"), [("StableLm", "cu_seq_lens_q"), ("Nemotron", "cu_seq_lens_q")])

@@ -14,6 +14,15 @@ KINDS = ("gemma3", "glm4", "granite", "llama", "mistral", "olmo2", "olmo3", "phi
 """Families of `make_model`, all that lib/families/supported.py lists."""
 
 
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 64,
+    "short_factor": [1 + i / 8 for i in range(12)], "long_factor": [2.0 + i for i in range(12)],
+}  # fmt: skip
+"""Rotary settings that trainer and engine might read in different ways."""
+
+
 def make_model(
     path: Path, *, kind: str = "qwen3", tied: bool = True, seed: int = 0, intermediate_size: int = 96,
     random_norms: bool = False,
@@ -39,7 +48,8 @@ def make_model(
         ),
         "mistral": dict(sliding_window=4),
         "glm4": dict(pad_token_id=1, eos_token_id=0),
-        "phi3": dict(sliding_window=4),
+        "olmo3": dict(rope_parameters={"sliding_attention": DEFAULT_ROPE, "full_attention": YARN}),
+        "phi3": dict(sliding_window=4, rope_parameters=LONG_ROPE, original_max_position_embeddings=64),
         "smollm3": dict(no_rope_layer_interval=2),
     }.get(kind, {})
     names = {"gemma3": "Gemma3Text", "smollm3": "SmolLM3"}

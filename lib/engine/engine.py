@@ -10,6 +10,7 @@ It does not gather weights (weight_sync.py), does not score, and never re-tokeni
 import gc
 import hashlib
 import math
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -295,6 +296,17 @@ class RolloutEngine:
             return is_over > 0
 
         return agreed
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest prompt with its response."""
+        return self._engine.vllm_config.model_config.max_model_len
+
+    def attention_windows(self) -> dict[int, int | None]:
+        """{layer: the tokens that its attention sees, None for all before}."""
+        layers = self._engine.vllm_config.compilation_config.static_forward_context
+        places = {re.search(r"(?:^|\.)(\d+)\.", name): layer for name, layer in layers.items()}
+        return {int(place[1]): layer.sliding_window for place, layer in places.items() if place}
 
     @property
     def kv_cache_tokens(self) -> int:

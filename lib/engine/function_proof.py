@@ -5,6 +5,7 @@ still differ. So once, at the start, the engine samples some tokens the way it s
 computes their log-probs. There also, whether the trainer's packed sequences see each other.
 """
 
+import gc
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from lib.engine.mismatch import check_finite
 from lib.engine.rollout_config import Sampling
 from lib.engine.weight_sync import WeightSync, names_to_check
 from lib.errors import UserError, WeightSyncError
+from lib.model.attention import noting_windows
 from lib.model.batching import make_batch
 from lib.model.forward import forward_policy
 from lib.model.fsdp import FSDPConfig, onload, reshard, shard_
@@ -68,7 +70,9 @@ def prove_function(
     engine.sleep()  # its memory may be all that the policy leaves
     batch = world.agree(lambda: make_batch(rollouts, SINGLE, mini_batch_size=len(rollouts)))
     onload(weight_sync.fsdp, policy, world)
-    log_probs = _log_probs(policy, batch)  # (B, T)
+    with noting_windows() as windows:
+        log_probs = _log_probs(policy, batch)  # (B, T)
+    world.agree(lambda: _refuse_windows(windows, engine.attention_windows(), engine.max_len, folder))
     check_finite(int(world.max((batch.response_mask & ~log_probs.isfinite()).sum())))
     leak = _leak(policy, batch, log_probs)
     world.agree(lambda: _refuse_leak(leak, MAX_LEAK[dtype], policy.config.model_type, folder))
@@ -76,8 +80,7 @@ def prove_function(
     mean = _largest_mean(log_probs - batch.rollout_log_probs, batch, world)
     limit, rounding = max_diff(dtype, world.device), None
     if mean > limit and dtype is not torch.float32:
-        exact = _log_probs(_float32_copy(policy, folder, world), batch)  # (B, T)
-        rounding = _largest_mean(log_probs - exact, batch, world)
+        rounding = _largest_mean(log_probs - _exact_log_probs(policy, batch, folder, world), batch, world)
         limit = max(limit, ROUNDING_FACTOR * rounding)
     reshard(policy)
     num_tokens = int(batch.response_mask.sum())
@@ -118,15 +121,36 @@ def _log_probs(policy: CausalPolicy, batch: Batch) -> Tensor:
 
 
 def _leak(policy: CausalPolicy, batch: Batch, log_probs: Tensor) -> float:
-    """By how much the log-probs (B, T) of all other sequences change at most with the tokens of the first one, in nats.
+    """By how much log-probs (B, T) change at most with the tokens of another sequence, the first or the last, in nats.
 
     Executed by all ranks together.
     """
-    input_ids = batch.input_ids.clone()  # (B, L)
-    first_len = int(batch.total_lens[0])
-    input_ids[0, :first_len] = (input_ids[0, :first_len] + 1) % policy.config.vocab_size
-    changed = _log_probs(policy, batch.with_(input_ids=input_ids))  # (B, T)
-    return float(torch.where(batch.response_mask, changed - log_probs, 0.0)[1:].abs().max())
+    largest = 0.0
+    for row in (0, len(log_probs) - 1):
+        input_ids = batch.input_ids.clone()  # (B, L)
+        length = int(batch.total_lens[row])
+        input_ids[row, :length] = (input_ids[row, :length] + 1) % policy.config.vocab_size
+        changed = _log_probs(policy, batch.with_(input_ids=input_ids))  # (B, T)
+        of_others = torch.where(batch.response_mask, changed - log_probs, 0.0).abs()
+        of_others[row] = 0
+        largest = max(largest, float(of_others.max()))
+    return largest
+
+
+def _refuse_windows(trainer: dict[int, int | None], engine: dict[int, int | None], max_len: int, folder: str) -> None:
+    """Sequences as short as the proof's do not reach a window's end, so the windows themselves are compared."""
+    ours, theirs = (
+        {layer: window for layer, window in windows.items() if window is not None and window < max_len}
+        for windows in (trainer, engine)
+    )
+    if ours != theirs:
+        layer = min(layer for layer in {*ours, *theirs} if ours.get(layer) != theirs.get(layer))
+        raise UserError(
+            f"trainer and engine give a layer other windows of attention; layer {layer} of {folder}; found "
+            f"{ours.get(layer, 'none')} in the trainer and {theirs.get(layer, 'none')} in the engine; take "
+            "sliding_window or layer_types out of config.json where the model was not made with them, or keep prompt "
+            "and response within the window"
+        )
 
 
 def _largest_mean(difference: Tensor, batch: Batch, world: World) -> float:
@@ -140,10 +164,20 @@ def _float32_copy(policy: CausalPolicy, folder: str, world: World) -> CausalPoli
     copy = build_policy(folder, param_dtype=torch.float32).requires_grad_(False)
     shard_(copy, FSDPConfig(reshard_after_forward=True), world, dtype=torch.float32)
     empty_(copy, world.device)
-    reshard(policy)
     for own, other in zip(copy.parameters(), policy.parameters(), strict=True):
         own.to_local().copy_(other.to_local())
     return copy.eval()
+
+
+def _exact_log_probs(policy: CausalPolicy, batch: Batch, folder: str, world: World) -> Tensor:
+    """Those of a float32 copy (B, T), which is gone afterwards: FSDP's modules hold each other."""
+    reshard(policy)
+    copy = _float32_copy(policy, folder, world)
+    log_probs = _log_probs(copy, batch)
+    reshard(copy)
+    del copy
+    gc.collect()
+    return log_probs
 
 
 def _refuse_leak(leak: float, limit: float, model_type: str, folder: str) -> None:

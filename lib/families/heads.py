@@ -39,8 +39,14 @@ def check_head(causal_lm: nn.Module) -> None:
     head = nn.Linear(config.hidden_size, PROBED_ROWS, bias=False)
     head.weight = nn.Parameter(weight, requires_grad=False)
     probe._modules |= {"model": _Given(hidden), "lm_head": head}
-    with torch.no_grad():
-        found = probe(input_ids=torch.zeros(1, PROBED_TOKENS, dtype=torch.long)).logits.float()
+    try:
+        with torch.no_grad():
+            found = probe(input_ids=torch.zeros(1, PROBED_TOKENS, dtype=torch.long)).logits.float()
+    except Exception as error:
+        raise UserError(
+            f"the model's head wants more of its decoder than hidden states; {type(causal_lm).__name__}; found "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}; choose another model"
+        ) from error
     expected = hidden @ weight.T / logits_divisor(config.to_dict())
     if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
         raise UserError(

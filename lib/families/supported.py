@@ -30,6 +30,11 @@ ATTENTION = {"full_attention", "sliding_attention"}
 OTHER_INPUTS = ("vision_config", "audio_config", "text_config")
 
 
+def is_proved(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json that passed `check_family` is of a family that tests train."""
+    return config["architectures"][0].replace(VALUES, CAUSAL) in PROVED
+
+
 def check_family(config: Mapping[str, Any], folder: Path, *, is_critic: bool = False) -> list[str]:
     """Warnings about a config.json's family. Raises UserError for what cannot be trained, by name.
 
@@ -41,20 +46,21 @@ def check_family(config: Mapping[str, Any], folder: Path, *, is_critic: bool = F
             f"the weights are quantised; {file}; found quantization_config, expected float weights; use the "
             "unquantised model: training needs its full precision"
         )
-    if "auto_map" in config:
-        raise UserError(
-            f"the model brings its own code; {file}; found auto_map, expected an architecture of transformers itself; "
-            f"use a model of {KNOWN}"
-        )
     found = config.get("architectures")
     endings = (CAUSAL, VALUES) if is_critic else (CAUSAL,)
     if not isinstance(found, list) or len(found) != 1 or not str(found[0]).endswith(endings):
         raise UserError(
             f"unsupported architecture; {file}; found {found}, expected a causal language model; use one of {KNOWN}"
         )
-    _refuse_parts(config, file)
+    if "auto_map" in config:  # as Phi-3's, although transformers has its own code for it
+        remedy = "take that entry out" if is_proved(config) else f"use a model of {KNOWN}"
+        raise UserError(
+            f"the model brings its own code; {file}; found auto_map, expected an architecture of transformers itself; "
+            f"{remedy}"
+        )
+    refuse_parts(config, file)
     causal = found[0].replace(VALUES, CAUSAL)
-    if causal in PROVED:
+    if is_proved(config):
         _check_model_type(config, file, found[0], PROVED[causal])
         return []
     _check_model_type(config, file, found[0], _model_type(causal))
@@ -84,7 +90,8 @@ def _model_type(architecture: str) -> str | None:
     return next((kind for kind, name in names if name == architecture), None)
 
 
-def _refuse_parts(config: Mapping[str, Any], file: Path) -> None:
+def refuse_parts(config: Mapping[str, Any], file: Path) -> None:
+    """Raises UserError for a config, as it stands or with its defaults, of a model that nothing here can train."""
     layer_types = config.get("layer_types")
     other_layers = sorted({str(kind) for kind in layer_types} - ATTENTION) if isinstance(layer_types, list) else []
     state_space = [name for name, value in config.items() if name.startswith(STATE_SPACE) and value]
@@ -94,7 +101,7 @@ def _refuse_parts(config: Mapping[str, Any], file: Path) -> None:
         "experts": [name for name in EXPERTS if config.get(name)],
         "layers that are no attention over a sequence": other_layers or state_space,
         "soft-caps of logits": [name for name in SOFT_CAPS if config.get(name)],
-        "dropout": [name for name, value in config.items() if _drops(name, value)],
+        "dropout": [name for name, value in config.items() if _drops(config, name, value)],
         "attention to later tokens": [name for name in ("use_bidirectional_attention",) if config.get(name)],
     }
     for what, names in parts.items():
@@ -105,8 +112,10 @@ def _refuse_parts(config: Mapping[str, Any], file: Path) -> None:
             )
 
 
-def _drops(name: str, value: Any) -> bool:
+def _drops(config: Mapping[str, Any], name: str, value: Any) -> bool:
     """Whether an entry makes the layers of a model that trains drop what the engine's do not."""
-    elsewhere = ("attention_dropout", "classifier_dropout")  # packed attention and the critic's head have none
+    if is_proved(config) and config["model_type"] != "phi3":  # their layers drop in attention alone, and ours has none
+        return False
+    elsewhere = ("attention_dropout", "attn_pdrop", "classifier_dropout")
     named = name.endswith(("dropout", "pdrop", "dropout_rate")) and name not in elsewhere
     return named and isinstance(value, int | float) and value > 0

@@ -5,6 +5,8 @@ else one call a sequence.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +31,24 @@ def register_packed_attention() -> None:
     global _has_cudnn
     _has_cudnn = has_cudnn()
     AttentionInterface.register(PACKED, packed_attention)
+
+
+@contextmanager
+def noting_windows() -> Iterator[dict[int, int | None]]:
+    """Yields {layer: the tokens that its attention sees, None for all before}, filled by eager passes inside."""
+    from transformers import AttentionInterface
+
+    found: dict[int, int | None] = {}
+
+    def noting(module: nn.Module, *arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
+        found[module.layer_idx] = keywords.get("sliding_window")
+        return packed_attention(module, *arguments, **keywords)
+
+    AttentionInterface.register(PACKED, noting)
+    try:
+        yield found
+    finally:
+        AttentionInterface.register(PACKED, packed_attention)
 
 
 def packed_attention(

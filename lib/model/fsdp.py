@@ -120,12 +120,17 @@ def shard_(model: CausalPolicy | Critic, fsdp: FSDPConfig, world: World, *, dtyp
     Gradients are summed over ranks, never averaged.
     """
     mesh = init_device_mesh(world.device.type, (world.size,))
-    precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
+    # Inputs of a layer are what the one before made: rotary tables that a family keeps in float32 stay so.
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     drop = fsdp.reshard_after_forward
     if drop is None:
         gathered = sum(p.numel() for p in model.parameters()) * (dtype.itemsize + 4)  # weights, float32 gradients
         large = world.device.type == "cuda" and gathered > torch.cuda.mem_get_info(world.device)[1] / 4
         drop = not world.all_agree(not large)  # collectives depend on it: GPUs may differ
+    # Kinds of layers, passes with gradients and without, policy, reference and critic: each combination is a graph.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for layer in model.layers:
         # One graph serves all layers and any packed length. Attention in float32 loops over the sequences, so it would
         # need a graph for every number of them.
@@ -161,7 +166,8 @@ def update_bytes(
     parameters = sum(p.numel() for p in model.parameters())
     in_layers = sum(p.numel() for layer in model.layers for p in layer.parameters())
     gathered = parameters if keeps_gathered else parameters - in_layers + 2 * in_layers // num_layers
-    norms = sum(p.shape == (config.hidden_size,) for p in model.layers[0].parameters())  # Gemma 3 has four
+    parts = model.layers[0].named_parameters()
+    norms = sum("norm" in name and p.shape == (config.hidden_size,) for name, p in parts)  # Gemma 3 has four
     layer = (2 + norms) * config.hidden_size + 3 * config.intermediate_size
     layer += (3 * config.num_attention_heads + 4 * config.num_key_value_heads) * head_dim
     logits = config.vocab_size if isinstance(model, CausalPolicy) else 0

@@ -14,7 +14,7 @@ from typing import Any
 
 from lib.config.values import either, nearest_divisors, resolve_path
 from lib.errors import UserError
-from lib.families.supported import VALUES, check_family
+from lib.families.supported import KNOWN, VALUES, check_family, is_proved, refuse_parts
 from lib.storage.beside_weights import check_beside_weights
 from lib.storage.weight_headers import (
     DOWNLOAD_AGAIN,
@@ -30,7 +30,7 @@ from lib.storage.weight_headers import (
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MAX_SIZE = 2**31  # beyond it a number in config.json is a mistake
 MAX_LAYERS = 1_000  # and above all too many to list
-LENGTH_DEPENDENT = ("longrope", "dynamic")
+LENGTH_DEPENDENT = ("longrope", "su", "dynamic")
 """Rotary scalings whose tables change with the longest sequence of a batch."""
 SIZES = (
     "vocab_size",
@@ -144,7 +144,7 @@ def check_critic_files(path: str, policy: ModelFiles, *, max_prompt_len: int, ma
     tokenizer: the ids are the policy's. Raises UserError, with a remedy, for a folder that could not be trained or
     whose vocabulary is not the policy's. Imports transformers.
     """
-    files = replace(policy, is_critic=True)
+    files = replace(policy, is_critic=True, reference=None, warnings=())
     if path.strip():
         files = _find_critic(path, policy, max_prompt_len, max_response_len)
     elif shards_beside(policy.folder) is not None:
@@ -153,11 +153,11 @@ def check_critic_files(path: str, policy: ModelFiles, *, max_prompt_len: int, ma
     del shapes["score.bias"]  # it may be left out
     if not _has_value_head(files.config):
         del shapes["score.weight"]
-        if HEAD in files._network[1]:
-            shapes[HEAD] = files._network[1][HEAD]
-        optional |= {
-            HEAD: (files.config["vocab_size"], files.config["hidden_size"])
-        }  # which no critic has, tied or not
+        head = {HEAD: (files.config["vocab_size"], files.config["hidden_size"])}
+        if files.full_config["tie_word_embeddings"]:
+            optional |= head  # no critic has it
+        else:
+            shapes |= head
     check_weights(files.folder, shapes, optional=optional)
     check_beside_weights(files.folder)
     return files
@@ -165,6 +165,7 @@ def check_critic_files(path: str, policy: ModelFiles, *, max_prompt_len: int, ma
 
 def check_reference(policy: ModelFiles, reference: ModelFiles) -> None:
     """Raises UserError unless every id that the policy may write means the same token to the reference."""
+    _refuse_unproved(policy, reference, f"the reference; --model.reference-path {reference.folder}")
     ours, theirs = _token_ids(policy.folder), _token_ids(reference.folder)
     rows, expected_rows = reference.config["vocab_size"], policy.config["vocab_size"]
     if rows < expected_rows:  # more are padding
@@ -197,7 +198,18 @@ def _find_critic(path: str, policy: ModelFiles, max_prompt_len: int, max_respons
             f"the critic's head gives several numbers a token; {folder / 'config.json'}; found {num_labels} labels, "
             "expected 1 (num_labels=1); use a value model, or the causal language model: its head then starts at 0"
         )
-    return ModelFiles(folder=folder, config=config, is_critic=True, warnings=tuple(warnings))
+    files = ModelFiles(folder=folder, config=config, is_critic=True, warnings=tuple(warnings))
+    _refuse_unproved(policy, files, f"the critic; --critic.model.path {path}")
+    return files
+
+
+def _refuse_unproved(policy: ModelFiles, other: ModelFiles, what: str) -> None:
+    """The proofs at the start are of the policy alone."""
+    if not is_proved(other.config) and other.config["model_type"] != policy.config["model_type"]:
+        raise UserError(
+            f"a family that nothing proves right as {what}; found {other.config['architectures'][0]}, expected the "
+            f"policy's family or one of {KNOWN}; use such a model"
+        )
 
 
 def _has_value_head(config: dict[str, Any]) -> bool:
@@ -210,6 +222,7 @@ def _config_and_shapes(raw: dict[str, Any], folder: Path) -> tuple[dict[str, Any
     from lib.families.meta_model import build_causal_lm, read_config
 
     config, model = read_config(folder), build_causal_lm(folder)
+    refuse_parts(config.to_dict() | {"architectures": raw["architectures"]}, folder / "config.json")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     buffers = sorted(model.state_dict().keys() - shapes.keys() - {HEAD})
     elsewhere = [name for name in shapes if not name.startswith("model.") and name != HEAD]
@@ -326,15 +339,30 @@ def _check_length(config: dict[str, Any], folder: Path, max_prompt_len: int, max
                 f"original_max_position_embeddings {original!r}, expected positive numbers; {DOWNLOAD_AGAIN}"
             )
         limit = max(limit, int(original * factor))
-    original = rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None
-    if isinstance(rope, dict) and rope.get("rope_type") in LENGTH_DEPENDENT and type(original) is int:
-        limit = min(limit, original)  # beyond it a sequence's tables depend on the longest one packed beside it
+    name = "max_position_embeddings"
+    shorter = [length for length in _lengths_of_one_table(config, rope) if length < limit]
+    if shorter:  # beyond, a sequence's tables would depend on the longest one that is packed beside it
+        name, limit = "original_max_position_embeddings", min(shorter)
     if max_prompt_len + max_response_len > limit:
         raise UserError(
             f"prompt and response do not fit the model; {folder / 'config.json'}; found --data.max-prompt-len "
             f"{max_prompt_len} + --rollout.max-response-len {max_response_len} = {max_prompt_len + max_response_len}, "
-            f"expected at most max_position_embeddings={limit}; lower one of the two"
+            f"expected at most {name}={limit}; lower one of the two"
         )
+
+
+def _lengths_of_one_table(config: dict[str, Any], rope: Any) -> list[int]:
+    """Up to which lengths the rotary tables of a config.json do not change; of all its kinds of layers."""
+    scalings = [rope, *rope.values()] if isinstance(rope, dict) else []
+    kinds = [each for each in scalings if isinstance(each, dict)]
+    name = "original_max_position_embeddings"  # Phi-3 has it beside the scaling, not in it
+    found = [
+        each.get(name) or config.get(name)
+        for each in kinds
+        if (kind := each.get("rope_type", each.get("type"))) in LENGTH_DEPENDENT
+        or (kind == "yarn" and config["model_type"] == "phi3")  # transformers reads both as longrope
+    ]
+    return [length for length in found if type(length) is int]
 
 
 def _check_tensor_parallel(config: dict[str, Any], folder: Path, size: int) -> None:
