@@ -40,7 +40,7 @@ quickstart: $(SETUP)  ## train a tiny model with GRPO until its accuracy rises (
 	@$(PY) -m torch.distributed.run --nproc_per_node=$(RANKS) -m recipes.grpo_tiny_arithmetic \
 	    --run-dir $(RUN) --seed $(SEED) --overwrite $(ARGS)
 	@echo
-	@echo "What next: look at $(RUN)/learning_curve.png and $(RUN)/samples/,"
+	@echo "What next: open $(RUN)/report.html in a browser, look at $(RUN)/samples/,"
 	@echo "make a Hugging Face folder of the checkpoint, evaluate that, then train on"
 	@echo "your own data:"
 	@echo "  $(PY) merge.py --local-dir $(RUN)/global_step_$$(cat $(RUN)/latest_checkpointed_iteration.txt)/actor \\"

@@ -1,4 +1,4 @@
-"""Sample responses to the prompts of parquet files, score them, and say how good the model is.
+"""Sample responses to the prompts of parquet or JSONL files, score them, and say how good the model is.
 
 One process per GPU, each with a vLLM engine; no trainer. Every line of `evaluate_model` runs on all ranks unless
 it says otherwise.
@@ -6,6 +6,7 @@ it says otherwise.
     torchrun --nproc_per_node=8 eval.py --model.path DIR --data.files test.parquet --output out.parquet --rollout.n 8
     torchrun --nproc_per_node=8 eval.py --model.path runs/x --data.files test.parquet --output out.parquet
     python eval.py --score-only --data.files out.parquet --output again.parquet --reward.path my_reward.py
+    python eval.py --compare runs/a runs/b --output compare.html     # no evaluation: the curves of runs on one page
 
 out.parquet has the input's columns and rows, and per row a list with an entry for every response: `responses`,
 `scores` (null: the reward function failed or declined), `predictions` (its `pred`), `finish_reasons` (stop, length),
@@ -15,17 +16,27 @@ killed goes on where it was when it is started again.
 
 import json
 import shutil
+import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lib.config import REQUIRED, parse_cli, reporting_errors
 from lib.data import decode
 from lib.dist import init_distributed, shutdown_distributed
 from lib.engine import RolloutConfig, RolloutEngine, training_sampling
 from lib.errors import UserError, check_fields
-from lib.evaluation import render_page, summarise, summary_table
-from lib.evaluation.any_model import EvalModel, find_model, load_engine_, load_eval_prompts, what_defines_responses
+from lib.evaluation import CompareConfig, compare_runs, render_page, summarise, summary_table
+from lib.evaluation.any_model import (
+    EvalLoRAConfig,
+    EvalModel,
+    find_model,
+    load_engine_,
+    load_eval_prompts,
+    what_defines_responses,
+)
 from lib.evaluation.inputs import (
     EvalDataConfig,
     EvalGroup,
@@ -39,6 +50,7 @@ from lib.evaluation.inputs import (
     write_atomically,
     write_output,
 )
+from lib.evaluation.of_model import complete
 from lib.evaluation.scores import collect_scores, submit, try_reward
 from lib.launch import check_engines, check_same_config, check_same_prompts
 from lib.model import ModelConfig
@@ -54,9 +66,13 @@ ROLLOUT = RolloutConfig(n=1, temperature=0.0, log_probs=False, sleep=False, gpu_
 
 @dataclass(frozen=True, kw_only=True)
 class EvalScriptConfig:
-    """Everything that defines an evaluation. --rollout.n and --rollout.temperature say how it samples."""
+    """Everything that defines an evaluation. --rollout.n and --rollout.temperature say how it samples.
+
+    Something else: `eval.py --compare RUN RUN` overlays the curves of runs on one page; see --compare --help.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: EvalLoRAConfig = field(default_factory=EvalLoRAConfig)
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     rollout: RolloutConfig = ROLLOUT
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -96,20 +112,30 @@ class EvalScriptConfig:
             )
 
 
-def main(cfg: EvalScriptConfig) -> None:
-    """The whole evaluation; a LockstepError on any rank ends all of them with one line and its exit code."""
+def main(cfg: EvalScriptConfig, argv: Sequence[str] | None = None) -> None:
+    """The whole evaluation; a LockstepError on any rank ends all of them with one line and its exit code.
+
+    `argv`: the words of the command line; what they do not give, the model or its run decides. None: this process's.
+    """
+    argv = sys.argv[1:] if argv is None else argv
     with reporting_errors(debug=cfg.debug), naming_killed_ranks(init_distributed()):
-        evaluate_model(cfg)
+        world = init_distributed()
+        samples, scores = not cfg.score_only, not cfg.generate_only
+        cfg, note = complete(cfg, argv, cfg.model.path, world, samples=samples, scores=scores)
+        evaluate_model(cfg, [note] if note else [])
         shutdown_distributed()
 
 
-def evaluate_model(cfg: EvalScriptConfig) -> None:
-    """Checks the input, generates what is missing, scores, writes."""
+def evaluate_model(cfg: EvalScriptConfig, notes: Sequence[str] = ()) -> None:
+    """Checks the input, generates what is missing, scores, writes. `notes`: what to say first."""
     # ---- Everything that can be wrong with the input, before a model is loaded ----
     world = init_distributed()
     check_same_config(cfg, world)
     output = world.agree(lambda: check_output(cfg.output, cfg.data.files, overwrite=cfg.overwrite))
-    table, rows, notes = world.agree(lambda: read_input(cfg.data, with_responses=cfg.score_only))
+    needs_grader = cfg.reward.path is None and not cfg.generate_only
+    table, rows, warnings = world.agree(
+        lambda: read_input(cfg.data, with_responses=cfg.score_only, needs_grader=needs_grader)
+    )
     reward_note = "reward: none"
     if not cfg.generate_only:
         reward_note = world.agree(lambda: try_reward(cfg.reward, cfg.data, rows))
@@ -119,7 +145,7 @@ def evaluate_model(cfg: EvalScriptConfig) -> None:
         state, logs, log = {}, None, None
     else:
         world.agree(lambda: check_engines(cfg.rollout, world))
-        model = find_model(cfg.model.path, cfg.data, cfg.rollout, world)
+        model = find_model(cfg.model.path, cfg.data, cfg.rollout, world, adapter_path=cfg.lora.path)
         date = world.on_rank_0(lambda: date_of(cfg.output))
         stop_ids, prompts = world.agree(lambda: load_eval_prompts(cfg.data, model, rows, date=date))
         check_same_prompts(prompts, prompts, world)
@@ -135,8 +161,8 @@ def evaluate_model(cfg: EvalScriptConfig) -> None:
         if not cfg.score_only:
             parts = Parts(parts_folder(output), state, world, overwrite=cfg.overwrite)
             groups, logs, log = parts.groups, parts.folder / "logs", parts.log
-            notes += [*model.warnings, *prompts.warnings]
-            notes += [f"{len(groups)} of {len(samples)} prompts are finished already"]
+            warnings += [*model.warnings, *prompts.warnings]
+            warnings += [f"{len(groups)} of {len(samples)} prompts are finished already"]
         terminal = stack.enter_context(Terminal(world, log))
         scorer = None
         if not cfg.generate_only:
@@ -144,7 +170,7 @@ def evaluate_model(cfg: EvalScriptConfig) -> None:
             scorer = stack.enter_context(closing(Scorer(cfg.reward, sources, log_path=log_path)))
             for uid in sorted(groups)[world.rank :: world.size]:  # while the engine starts
                 submit(scorer, groups[uid], samples[uid])
-        for note in dict.fromkeys((reward_note, *notes)):
+        for note in dict.fromkeys((*notes, reward_note, *warnings)):
             terminal.say(note)
 
         # ---- Generate what is missing; it is scored meanwhile ----
@@ -159,7 +185,8 @@ def evaluate_model(cfg: EvalScriptConfig) -> None:
             finished = [replace(found[uid], scores=scores.get(uid)) for uid in range(len(samples))]
             summaries = summarise(finished, [sample.data_source for sample in samples])
             title = f"{cfg.model.path or 'Responses'} on {', '.join(cfg.data.files)}"
-            page = render_page(title, summaries, finished, samples, lambda place: rows[kept[place]]["prompt"])
+            settings = settings_in_words(cfg, state)
+            page = render_page(title, settings, summaries, finished, samples, lambda place: rows[kept[place]]["prompt"])
             text = json.dumps(blank({"responses": state, "reward": reward_note, "summary": summaries}), indent=2)
             write_atomically(output.with_suffix(".html"), blank(page).encode())
             write_atomically(output.with_suffix(".json"), f"{text}\n".encode())
@@ -210,5 +237,30 @@ def generate(
     )
 
 
+def settings_in_words(cfg: EvalScriptConfig, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the page says of how the responses came about; of responses that a file held, little is known."""
+    known = {"data": ", ".join(cfg.data.files), "reward": cfg.reward.path or "built in, by data source"}
+    if cfg.score_only:
+        return {"responses": "of the data file", **known}
+    rollout = cfg.rollout
+    return {
+        "model": f"{cfg.model.path} ({state['--model.dtype']}, fingerprint {state['model']})",
+        **({"adapter": cfg.lora.path} if cfg.lora.path else {}),
+        **known,
+        **({"reward": "none"} if cfg.generate_only else {}),
+        "responses per prompt": rollout.n,
+        "temperature": f"{rollout.temperature:g}" + (" (greedy)" if rollout.temperature == 0 else ""),
+        "top-p, top-k": f"{rollout.top_p:g}, {rollout.top_k or 'all tokens'}",
+        "seed": cfg.seed,
+        "longest prompt": f"{cfg.data.max_prompt_len} tokens",
+        "longest response": f"{rollout.max_response_len} tokens",
+        **({"stop strings": ", ".join(map(repr, rollout.stop))} if rollout.stop else {}),
+        **({"date in the prompts": state["date"]} if "date" in state else {}),
+    }
+
+
 if __name__ == "__main__":
-    main(parse_cli(EvalScriptConfig()))
+    if any(word.partition("=")[0] == "--compare" for word in sys.argv[1:]):
+        compare_runs(parse_cli(CompareConfig()))
+    else:
+        main(parse_cli(EvalScriptConfig()))

@@ -8,6 +8,7 @@ host memory for one tensor at a time. The folder appears when it is whole, or no
 
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -21,9 +22,12 @@ from lib.config import parse_cli, reporting_errors, resolve_path
 from lib.errors import DamagedCheckpoint, LockstepError, UserError, check_fields
 from lib.regular_files import check_tree
 from lib.storage import is_verl, read_shards, read_verl_shards, verify
+from lib.storage.adapter import Adapter, hash_tensor, read_adapter, refuse_other_base
 from lib.storage.checkpoint_folder import MANIFEST
 from lib.storage.export import check_target, check_tensors, compare_folders, expected_tensors, export, new_folder
-from lib.storage.weight_headers import listing, read_json
+from lib.storage.peft_folder import export_adapter
+from lib.storage.weight_headers import listing, read_json, shards_beside
+from lib.storage.weights import adapted_shards, open_weights
 from lib.storage.whole_tensors import Shards
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -41,6 +45,10 @@ class MergeConfig:
     """Precision of the written weights; auto: the one that config.json names; keep: the checkpoint's own."""
     max_shard_gib: float = 4.0
     """Largest size of a written file, in GiB, above 0; a single larger tensor still has one file."""
+    base: str | None = None
+    """Model that an adapter was trained on, where it is not where the run found it; with --adapter also a hub id."""
+    adapter: bool = False
+    """Write the adapter alone, as peft loads it, instead of a merged model."""
     test_hf_dir: str | None = None
     """Hugging Face folder to compare the result with, tensor by tensor; a difference ends with exit code 1."""
     force: bool = False
@@ -83,7 +91,18 @@ def merge(cfg: MergeConfig) -> None:
     if cfg.upload is not None:
         check_upload(cfg.upload)
     shards = read_checkpoint(checkpoint, skip_verify=cfg.skip_verify)
+    adapter = read_adapter(checkpoint / "huggingface")
+    check_adapter_options(cfg, checkpoint, adapter)
+    if cfg.adapter:
+        base = base_to_name(cfg, adapter)
+        with new_folder(target) as folder:
+            written = export_adapter(shards, adapter, folder, base=base)
+        print(f"{target}: {written}")
+        return
     expected = expected_tensors(checkpoint / "huggingface")
+    if adapter is not None:
+        base = None if cfg.base is None else resolve_path(cfg.base, "--base")
+        shards = adapted_shards(checkpoint / "huggingface", adapter, expected.shapes, base=base)
     check_tensors(shards, expected)
     config = read_json(checkpoint / "huggingface" / "config.json")
     named = config.get("dtype", config.get("torch_dtype")) if cfg.dtype == "auto" else cfg.dtype
@@ -97,6 +116,49 @@ def merge(cfg: MergeConfig) -> None:
         compare(target, resolve_path(cfg.test_hf_dir, "--test-hf-dir"), frozenset(expected.tied))
     if cfg.upload is not None:
         upload(target, cfg.upload, private=cfg.private)
+
+
+def check_adapter_options(cfg: MergeConfig, checkpoint: Path, adapter: Adapter | None) -> None:
+    """Raises UserError for options about an adapter that is not there, or that mean nothing beside --adapter."""
+    if adapter is None and (cfg.adapter or cfg.base is not None):
+        raise UserError(
+            f"--{'adapter' if cfg.adapter else 'base'} needs an adapter; {checkpoint}; found a checkpoint of all "
+            "weights, expected one of a run with --lora.rank; leave it out"
+        )
+    beside = {"test_hf_dir": None, "upload": None, "dtype": "auto", "max_shard_gib": MergeConfig.max_shard_gib}
+    said = [f"--{name.replace('_', '-')}" for name, default in beside.items() if getattr(cfg, name) != default]
+    if cfg.adapter and said:
+        raise UserError(
+            f"--adapter writes one file of float32, and no model; found {' and '.join(said)}, expected it alone; leave "
+            "out one of the two"
+        )
+
+
+def base_to_name(cfg: MergeConfig, adapter: Adapter) -> str:
+    """What others load below the adapter: a folder with the weights that it was trained on, or a hub id, unproved.
+
+    Raises UserError.
+    """
+    base = cfg.base or adapter.base
+    if cfg.base is not None and not Path(base).is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", base):
+        print(f"warning: nothing proves that {base} is the model that the adapter was trained on", file=sys.stderr)
+        return base
+    folder = resolve_path(base, "--base")
+    if not folder.is_dir():
+        raise UserError(
+            f"the model under the adapter is not there; {folder}; found nothing, expected what it was trained on; give "
+            "its folder or its hub id as --base"
+        )
+    if shards_beside(folder) is not None:
+        raise UserError(
+            f"no other system loads the model under the adapter; {folder}; found a checkpoint of a run, expected a "
+            "Hugging Face folder; merge that checkpoint too, with --dtype keep, and give the merged folder as --base"
+        )
+    weights = open_weights(folder)
+    for name, digest in adapter.tensors.items():
+        if name not in weights.files or hash_tensor(weights.read(name)) != digest:
+            raise refuse_other_base(name, folder)
+    return str(folder)
 
 
 def find_model(local_dir: str) -> Path:

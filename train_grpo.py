@@ -93,7 +93,7 @@ def train(cfg: GRPOConfig) -> None:
     del resume  # task.resume has the place among the prompts
     first_step, num_steps = task.resume.step + 1, task.num_steps
 
-    run = open_run(cfg, task, world)
+    run = open_run(cfg, task, world, startup)
     with run, stopper, closing(open_scorer(cfg, task, run)) as scorer, ExitStack() as stack:
         # ---- Setup: the engine on the empty GPU, then the models ----
         say_what_begins(cfg, task, run)
@@ -101,7 +101,7 @@ def train(cfg: GRPOConfig) -> None:
             engine = build_engine(cfg, task, run)
         with startup.phase("load the policy"):
             actor = load_actor(cfg, task, world)
-            frozen = load_frozen(cfg, task, world)
+            frozen = load_frozen(cfg, task, world, actor)
             trained = {"actor": actor}
         policy, optimizer = actor.model, actor.optimizer
         weight_sync = sync_and_compare(cfg, engine, trained, run, startup)
@@ -123,13 +123,13 @@ def train(cfg: GRPOConfig) -> None:
         policy_loss, loss_terms = cfg.policy_loss, cfg.loss_terms
 
         for step in range(first_step, num_steps + 1):
-            metrics = Metrics(world)
+            metrics, label = Metrics(world), f"step {step}/{num_steps}"
             with metrics.time("step"):
                 # ---- Rollout and reward: weights to the engine, it samples, workers score, its memory comes back ----
                 with metrics.time("update_weights"):
                     names = names_to_check(engine, seed=cfg.seed, step=step)
                     weight_sync.wake(names=names, time=metrics.time)
-                collected = collector.collect(metrics, label=f"step {step}/{num_steps}")
+                collected = collector.collect(metrics, label=label)
                 with metrics.time("sleep"):
                     engine.sleep()
                 metrics.add_max("perf/memory_after_sleep_gb", engine.device_used_gib())
@@ -144,13 +144,13 @@ def train(cfg: GRPOConfig) -> None:
                 onload(cfg.fsdp, policy, world)
                 mismatch = Mismatch(world, limit=cfg.rollout.max_log_probs_diff)
                 if cfg.has_old_log_prob_pass(num_updates, any_stale=collected.any_stale):
-                    with metrics.time("old_log_prob"):
+                    with metrics.time("old_log_prob"), run.progress(f"{label}: log-probs"):
                         with_squared = cfg.advantage.needs_logit_grad_squared
                         batch = with_old_log_probs(policy, batch, with_logit_grad_squared=with_squared, **passes)
                         mismatch.add(batch.old_log_probs, batch)
                     mismatch.close()
                 for model in frozen:
-                    with metrics.time(model.name):
+                    with metrics.time(model.name), run.progress(f"{label}: {model.name} log-probs"):
                         batch = model.score(batch, **passes)
 
                 # ---- What the engine's log-probs correct, rewards per token, advantages; 0 outside response_mask ----
@@ -163,7 +163,7 @@ def train(cfg: GRPOConfig) -> None:
                     advantage_metrics(batch, metrics)
 
                 # ---- Policy update: micro-batches only split a mini-batch to fit memory ----
-                with metrics.time("update_actor"):
+                with metrics.time("update_actor"), run.progress(f"{label}: update", num_updates) as advance:
                     learning_step, learning_steps = step - cfg.frozen_steps, num_steps - cfg.frozen_steps
                     lr = set_lr_(optimizer, cfg.optim, step=learning_step, num_steps=learning_steps)
                     num_skipped = 0
@@ -190,6 +190,7 @@ def train(cfg: GRPOConfig) -> None:
                                 num_updates=num_updates,
                             )  # fmt: skip
                             mismatch.add(log_probs, micro_batch)
+                            advance(1 / len(micro_batches))
                         mismatch.close()  # before the policy learns from another policy's responses
                         grad_norm, taken = optimizer_step(policy, optimizer, clip_grad=cfg.optim.clip_grad)
                         metrics.add_mean("actor/grad_norm", grad_norm, 1)
@@ -228,6 +229,8 @@ def train(cfg: GRPOConfig) -> None:
             if stopped and step < num_steps:
                 raise stopped  # what has not been saved is, on the way out
         checkpointer.finish()
+        if cfg.advantage.needs_group and (warning := constant_reward_warning(progress.constant_groups, at_end=True)):
+            run.say(f"warning: {warning}")
         run.finish()
     shutdown_distributed()
 

@@ -122,7 +122,7 @@ def train(cfg: PPOConfig) -> None:
     del resume  # task.resume has the place among the prompts
     first_step, num_steps = task.resume.step + 1, task.num_steps
 
-    run = open_run(cfg, task, world)
+    run = open_run(cfg, task, world, startup)
     with run, stopper, closing(open_scorer(cfg, task, run)) as scorer, ExitStack() as stack:
         # ---- Setup: the engine on the empty GPU, then the models ----
         say_what_begins(cfg, task, run)
@@ -131,7 +131,7 @@ def train(cfg: PPOConfig) -> None:
         with startup.phase("load the policy"):
             beside = held_bytes(critic_files.num_parameters, cfg.critic.fsdp, world)
             actor = load_actor(cfg, task, world, reserved_bytes=beside)
-            frozen = load_frozen(cfg, task, world)
+            frozen = load_frozen(cfg, task, world, actor)
             trained = {"actor": actor}
         with startup.phase("load the critic"):
             trained["critic"] = load_trained_critic(
@@ -158,13 +158,13 @@ def train(cfg: PPOConfig) -> None:
         policy_loss, loss_terms = cfg.policy_loss, cfg.loss_terms
 
         for step in range(first_step, num_steps + 1):
-            metrics = Metrics(world)
+            metrics, label = Metrics(world), f"step {step}/{num_steps}"
             with metrics.time("step"):
                 # ---- Rollout and reward: weights to the engine, it samples, workers score, its memory comes back ----
                 with metrics.time("update_weights"):
                     names = names_to_check(engine, seed=cfg.seed, step=step)
                     weight_sync.wake(names=names, time=metrics.time)
-                collected = collector.collect(metrics, label=f"step {step}/{num_steps}")
+                collected = collector.collect(metrics, label=label)
                 with metrics.time("sleep"):
                     engine.sleep()
                 metrics.add_max("perf/memory_after_sleep_gb", engine.device_used_gib())
@@ -179,19 +179,19 @@ def train(cfg: PPOConfig) -> None:
                 onload(cfg.fsdp, policy, world)
                 mismatch = Mismatch(world, limit=cfg.rollout.max_log_probs_diff)
                 if cfg.has_old_log_prob_pass(num_updates, any_stale=collected.any_stale):
-                    with metrics.time("old_log_prob"):
+                    with metrics.time("old_log_prob"), run.progress(f"{label}: log-probs"):
                         with_squared = cfg.advantage.needs_logit_grad_squared
                         batch = with_old_log_probs(policy, batch, with_logit_grad_squared=with_squared, **passes)
                         mismatch.add(batch.old_log_probs, batch)
                     mismatch.close()
                 for model in frozen:
-                    with metrics.time(model.name):
+                    with metrics.time(model.name), run.progress(f"{label}: {model.name} log-probs"):
                         batch = model.score(batch, **passes)
 
                 # ---- Values of the state before each response token, by the critic before its update ----
                 reshard(policy)  # its gathered weights would only take room until it is updated
                 onload(cfg.critic.fsdp, critic, world)
-                with metrics.time("values"):
+                with metrics.time("values"), run.progress(f"{label}: values"):
                     values = compute_values(
                         critic, batch, max_tokens_per_gpu=cfg.critic_max_tokens_per_gpu, world=world
                     )  # (B, T)
@@ -207,7 +207,9 @@ def train(cfg: PPOConfig) -> None:
                     advantage_metrics(batch, metrics)
 
                 # ---- Critic update: the same mini-batches, before the policy's ----
-                with metrics.time("update_critic"):
+                num_critic_updates = collected.num_mini_batches * cfg.critic_epochs
+                shown = run.progress(f"{label}: critic's update", num_critic_updates)
+                with metrics.time("update_critic"), shown as advance:
                     lr = set_lr_(critic_optimizer, cfg.critic.optim, step=step, num_steps=num_steps)
                     num_skipped = 0
                     for mini_batch in iter_mini_batches(batch, world, update_epochs=cfg.critic_epochs):
@@ -222,8 +224,9 @@ def train(cfg: PPOConfig) -> None:
                             loss.backward()
                             update_metrics(
                                 metrics, micro_batch.response_mask, terms={"vf_loss": loss}, stats=stats,
-                                num_updates=collected.num_mini_batches * cfg.critic_epochs, role="critic",
+                                num_updates=num_critic_updates, role="critic",
                             )  # fmt: skip
+                            advance(1 / len(micro_batches))
                         clip_grad = cfg.critic.optim.clip_grad
                         grad_norm, taken = optimizer_step(critic, critic_optimizer, clip_grad=clip_grad)
                         metrics.add_mean("critic/grad_norm", grad_norm, 1)
@@ -233,7 +236,7 @@ def train(cfg: PPOConfig) -> None:
                 offload(cfg.critic.fsdp, critic)
 
                 # ---- Policy update: micro-batches only split a mini-batch to fit memory ----
-                with metrics.time("update_actor"):
+                with metrics.time("update_actor"), run.progress(f"{label}: update", num_updates) as advance:
                     learning_step, learning_steps = step - cfg.frozen_steps, num_steps - cfg.frozen_steps
                     lr = set_lr_(optimizer, cfg.optim, step=learning_step, num_steps=learning_steps)
                     num_skipped = 0
@@ -260,6 +263,7 @@ def train(cfg: PPOConfig) -> None:
                                 num_updates=num_updates,
                             )  # fmt: skip
                             mismatch.add(log_probs, micro_batch)
+                            advance(1 / len(micro_batches))
                         mismatch.close()  # before the policy learns from another policy's responses
                         grad_norm, taken = optimizer_step(policy, optimizer, clip_grad=cfg.optim.clip_grad)
                         metrics.add_mean("actor/grad_norm", grad_norm, 1)
@@ -298,6 +302,8 @@ def train(cfg: PPOConfig) -> None:
             if stopped and step < num_steps:
                 raise stopped  # what has not been saved is, on the way out
         checkpointer.finish()
+        if cfg.advantage.needs_group and (warning := constant_reward_warning(progress.constant_groups, at_end=True)):
+            run.say(f"warning: {warning}")
         run.finish()
     shutdown_distributed()
 

@@ -24,6 +24,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from lib.errors import LaunchError, LockstepError, UserError
+from lib.torchrun import ATTEMPT
 
 TIMEOUT = timedelta(minutes=60)  # a replica may wait this long for the slowest rollout of another
 JOIN_TIMEOUT = timedelta(minutes=2)  # for a scheduler's ranks; torchrun has its own limit
@@ -32,7 +33,6 @@ SCHEDULERS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")  
 REST_TIMEOUT_S = 5.0  # at the very end; a thread that still works then waits for a rank that will never come
 PR_SET_PDEATHSIG = 1
 GLOO_THREAD = "pt_gloo_runloop"
-ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # how often torchrun has restarted the ranks; it alone sets it
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 

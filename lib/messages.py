@@ -10,7 +10,7 @@ import json
 import os
 from typing import Any
 
-from lib.dist import ATTEMPT
+from lib.torchrun import ATTEMPT
 
 NOTHING = "-"
 """What stands for a name that has no value."""

@@ -147,6 +147,15 @@ def equal_but_for_blanks(saved: Any, value: Any) -> bool:
     return re.fullmatch("".join((*parts, re.escape(saved[end:]))), value, re.DOTALL) is not None
 
 
+def has_blanks(saved: Any) -> bool:
+    """Whether a text in it was blanked."""
+    if isinstance(saved, list | tuple):
+        return any(map(has_blanks, saved))
+    if isinstance(saved, Mapping):
+        return any(map(has_blanks, saved.values()))
+    return isinstance(saved, str) and any(is_secret_name(found[1]) for found in BLANK.finditer(saved))
+
+
 class BlankedText(io.TextIOWrapper):
     """A stream of text without secrets, as far as each is written at once."""
 

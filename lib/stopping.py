@@ -32,10 +32,11 @@ from typing import Any
 
 import torch.distributed as torch_dist
 
-from lib.dist import ATTEMPT, World
+from lib.dist import World
 from lib.errors import RankKilled, Stopped, error_line
 from lib.messages import Messages
 from lib.peers import NOTICE_S, Peers, in_words, node_of_process
+from lib.torchrun import ATTEMPT
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 POLL_S = 0.5  # between two looks at the store

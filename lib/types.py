@@ -48,9 +48,9 @@ class Rollout:
     index: int
     """Place in its group, 0 to n - 1."""
     response_ids: list[int]
-    """Sampled ids, with the end-of-sequence id when there is one."""
+    """All ids after the prompt: sampled ones, with the end-of-sequence ids when there are some, and observed ones."""
     rollout_log_probs: list[float] | None
-    """As the engine reported them, per response token; None with --rollout.log-probs False."""
+    """As the engine reported them, per response token, 0 where it was observed; None with --rollout.log-probs False."""
     finish_reason: str
     """`stop` (an end-of-sequence id or stop string), `length` (the limit), or `unfinished` (partial rollouts)."""
     score: Score | None = None
@@ -60,6 +60,22 @@ class Rollout:
     """Tokens at the start that an older policy sampled; their rollout_log_probs are that policy's."""
     num_continued: int = 0
     """Steps in which it went on after its first (partial rollouts)."""
+    spans: list[int] = field(default_factory=list)
+    """Lengths of what was sampled and what was observed, in turn, sampled first; none: all of it was sampled."""
+    turn_rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(place in response_ids of a turn's last sampled token, what the environment gave for that turn)."""
+
+    @property
+    def is_sampled(self) -> list[bool]:
+        """Per response token, whether the policy chose it."""
+        spans = self.spans or [len(self.response_ids)]
+        assert sum(spans) == len(self.response_ids), f"spans of {sum(spans)} of {len(self.response_ids)} tokens"
+        return [place % 2 == 0 for place, length in enumerate(spans) for _ in range(length)]
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        """What the policy chose."""
+        return [token for token, is_sampled in zip(self.response_ids, self.is_sampled, strict=True) if is_sampled]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +93,8 @@ class Batch:
     valid: Tensor  # (B,) bool, False: excluded (no score)
     scores: Tensor  # (B,) float32, 0 without a score
     named_rewards: Tensor | None = None  # (B, K) float32, by the advantage's reward_keys; 0 without a score
+    sampled_lens: Tensor | None = None  # (B,) int64, tokens that the policy chose; None: all of response_lens
+    turn_rewards: Tensor | None = None  # (B, T) float32, an environment's, on the last token sampled in a turn
     num_stale: Tensor | None = None  # (B,) int64, response tokens at the start that an older policy sampled; None: 0
     greedy_scores: Tensor | None = None  # (B,) float32, of the prompt's greedy response (ReMax)
     token_level_rewards: Tensor | None = None  # (B, T) float32, the score on the last token, less penalties
@@ -97,6 +115,11 @@ class Batch:
     def total_lens(self) -> Tensor:
         """(B,) tokens of prompt and response."""
         return self.prompt_lens + self.response_lens
+
+    @property
+    def num_sampled(self) -> Tensor:
+        """(B,) int64, response tokens that the policy chose, also of excluded rows."""
+        return self.response_lens if self.sampled_lens is None else self.sampled_lens
 
     @property
     def stale(self) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lib.config import parse_cli, reporting_errors, resolve_path
 from lib.data import write_rows
-from lib.data.parquet import resolve_file
+from lib.data.paths import resolve_file
 from lib.errors import UserError
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'

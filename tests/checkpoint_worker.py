@@ -23,9 +23,9 @@ from lib.checkpoints.checkpointer import Checkpointer, Progress, Trained
 from lib.config.as_json import to_json
 from lib.config.flags import parse_args
 from lib.config.reporting import reporting_errors
-from lib.data.parquet import rows_from_dicts
 from lib.data.prompt_stream import PromptStream
 from lib.data.prompts import Prompts
+from lib.data.reading import rows_from_dicts
 from lib.dist import init_distributed, shutdown_distributed
 from lib.engine.rollout_config import RolloutConfig
 from lib.errors import RewardError

@@ -74,12 +74,12 @@ def skip_layer(weight_sync: WeightSync) -> None:
 
 
 def transpose_box(weight_sync: WeightSync) -> None:
-    """Of the first matrix that is square."""
-    parameters, held = dict(weight_sync.policy.named_parameters()), weight_sync.engine.parameters()
-    square = next(name for name, p in parameters.items() if p.dim() == 2 and p.shape[0] == p.shape[1])
-    whole = full_tensor(parameters[square], torch.float32).t().contiguous()
+    """Of the first layer's `o_proj`: its numbers, read along the columns."""
+    held, source = weight_sync.engine.parameters(), "model.layers.0.self_attn.o_proj.weight"
+    whole = full_tensor(dict(weight_sync.policy.named_parameters())[source], torch.float32)
+    whole = whole.t().contiguous().view(whole.shape)
     for box in (box for boxes in weight_sync.layout.boxes.values() for box in boxes):
-        if box.source == square:
+        if box.source == source:
             box.place(held[box.target]).copy_(box.part(whole))
 
 

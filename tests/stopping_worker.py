@@ -82,7 +82,7 @@ def wait_for_rewards(folder, world, stopper, run):
     cfg = RewardConfig(path=str(folder / f"slow_{world.rank}.py"), num_workers=1, timeout_s=FOREVER_S)
     with closing(Scorer(cfg, {""})) as scorer:
         scorer.submit(response(0), "")
-        while not (scorer._workers and scorer._workers[0].job is not None):
+        while not (scorer._workers and scorer._workers[0].requests):
             time.sleep(0.05)
         note(folder, world, worker=scorer._workers[0].process.pid)
         with stopper.together():
@@ -142,6 +142,7 @@ def restart(folder, world, stopper, run):
     from lib.algorithms.kl import KLController, KLRewardConfig
     from lib.checkpoints.checkpointer import CheckpointConfig, Checkpointer, Progress, Trained
     from lib.data.prompt_stream import PromptStream
+    from lib.model.networks import Network
     from lib.rollouts.collector import Collector
     from tests.checkpoint_worker import make_prompts
 
@@ -154,7 +155,7 @@ def restart(folder, world, stopper, run):
     progress = Progress(
         prompts=prompts, collector=collector, kl_controller=KLController(KLRewardConfig()), constant_groups=[]
     )
-    weights = torch.nn.Linear(3, 2)
+    weights = type("Weights", (Network, torch.nn.Linear), {})(3, 2)
     models = {"actor": Trained(model=weights, optimizer=torch.optim.AdamW(weights.parameters()), folder=folder / "hf")}
     with Checkpointer(
         CheckpointConfig(), run, world, config={}, reward="", models=models, progress=progress, num_steps=9,

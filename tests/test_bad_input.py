@@ -190,7 +190,7 @@ CASES = {
     "P1-missing": Case(flags("--data.train-files", "/no/x.parquet"), ("no such file", "/no/x.parquet", "directory")),
     "P1-directory": Case(flags("--data.train-files", "model"), ("a directory, not a file", "--data.train-files")),
     "P3": Case(raw(b""), ("an empty file", "raw.parquet")),
-    "P5": Case(raw(b'{"prompt": []}\n'), ("JSON lines", "raw.parquet")),
+    "P5": Case(raw(b'{"prompt": []}\n'), ("without messages", "raw.parquet line 1")),
     "P6": Case(raw(b"version https://git-lfs.github.com/spec/v1\n"), ("git lfs pull",)),
     "P8": Case(data(lambda rows: [row.pop("prompt") for row in rows]), ("'prompt' is missing", "--data.prompt-key")),
     "P10": Case(data(lambda rows: first(rows[7]).update(role="human")), ("row 7", "message 0", "'human'", "system")),

@@ -145,6 +145,7 @@ def test_a_model_of_another_shape_is_refused_before_it_is_loaded_naming_model_pa
     )  # fmt: skip
     with pytest.raises(UserError, match=r"the checkpoint is of another model; .*actor; found lm_head.weight missing "
                        r"there and \[200, 64\] in the model of --model.path; give the --model.path"):  # fmt: skip
-        check_networks(*check_input(config(other, *words), SINGLE)[1:])
+        cfg = config(other, *words)
+        check_networks(cfg, *check_input(cfg, SINGLE)[1:])
     with pytest.raises(UserError, match=r"the checkpoint is of another model; .*critic; found .* missing there"):
         find_resume(config(other, *words), SINGLE).check_model("critic", {"score.weight": (1, 64)})

@@ -250,7 +250,10 @@ def test_the_default_config_is_left_alone() -> None:
 def test_help_into_a_reader_that_leaves_early_ends_without_a_word() -> None:
     script = f"{sys.executable} eval.py --help | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.stdout.splitlines() == ["usage: eval.py [-h] [OPTIONS]", "0"] and done.stderr == ""
+    assert (
+        done.stdout.splitlines() == ["usage: eval.py [--help [SECTION]] [--OPTION VALUE ...]", "0"]
+        and done.stderr == ""
+    )
 
 
 def test_help_shows_every_option_with_sentence_and_default(capsys: pytest.CaptureFixture) -> None:
@@ -260,7 +263,7 @@ def test_help_shows_every_option_with_sentence_and_default(capsys: pytest.Captur
     assert exit_.value.code == 0
     assert all(name in text for name in option_names(replace(Config(), loss=Sequence())))
     assert "Peak learning rate. (default: 1e-06)" in text
-    assert "--loss NAME: one of clip, sequence (default: sequence)" in text
+    assert "--loss NAME\n      One of clip, sequence; the options below are its own. (default: sequence)" in text
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -406,13 +409,11 @@ def test_the_migration_pages_example_is_complete_and_parses() -> None:
     from train_grpo import GRPOConfig
 
     page = (ROOT / "docs" / "from_verl.md").read_text().replace("\\\n", "")
-    verl, ours, merging = re.findall(r"```\n(.*?)```", page, re.DOTALL)
+    verl, ours, merging = re.findall(r"```\n(.*?)```", page, re.DOTALL)  # tests/test_verl_command.py makes the second
     keys = [word.partition("=")[0] for word in shlex.split(verl) if "=" in word]
     assert len(keys) > 25 and set(keys) <= set(VERL_KEYS)
     words = shlex.split(ours.replace("$HOME", "/home"))
     parse_args(GRPOConfig(), words[words.index("train_grpo.py") + 1 :])
-    needed = {VERL_KEYS[key][0] for key in keys} - {""}
-    assert needed - set(words) <= {"--advantage", "--entropy-coef", "--fsdp.param-offload"}, "defaults may be left out"
     merge = next(line for line in merging.splitlines() if line.startswith("python merge.py "))
     parse_args(MergeConfig(), shlex.split(merge)[2:])
 

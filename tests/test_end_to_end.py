@@ -11,6 +11,7 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 
+from lib.pages.samples import read_rows
 from lib.tracking.run_folder import read_metrics
 from tests.ranks import LIMIT_S, ROOT, torchrun
 from tests.tiny import make_model, make_questions, make_tokenizer
@@ -96,7 +97,8 @@ def test_run_folder_holds_everything_that_the_readme_names(two_ranks):
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     names = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     assert {"config.json", "metrics.jsonl", "learning_curve.png", "status.json", "logs/rank_0.log", "logs/rank_1.log",
-            "samples/step_0.jsonl", "samples/step_2.jsonl", "samples/step_3.jsonl"} <= names  # fmt: skip
+            "samples/step_0.jsonl", "samples/step_2.jsonl", "samples/step_3.jsonl", "report.html"} <= names  # fmt: skip
+    assert {f"tokens/step_{step}.jsonl" for step in range(4)} == {name for name in names if name.startswith("tokens/")}
     assert {name for name in names if "rollouts" in name} == {"rollouts/step_1.parquet", "rollouts/step_2.parquet"}
     assert any(name.startswith("tensorboard/") for name in names)
     status = json.loads((run / "status.json").read_text())
@@ -105,6 +107,29 @@ def test_run_folder_holds_everything_that_the_readme_names(two_ranks):
     assert json.loads((run / "config.json").read_text())["rollout"]["n"] == 4
     rows = [json.loads(line) for line in (run / "samples/step_3.jsonl").read_text().splitlines()]
     assert len(rows) == 7 and all(row["score"] is not None and row["prompt"] for row in rows)
+
+
+def test_the_few_responses_on_the_runs_page_have_the_numbers_of_their_tokens(two_ranks, one_process):
+    page = (two_ranks[1] / "report.html").read_text()
+    assert "data-log-probs=" in page and "data-advantages=" in page and "Options that are not the defaults" in page
+    assert f"<td>--num-steps</td><td>{NUM_STEPS}</td><td>None</td>" in page and "--seed 7" not in page
+    of_steps = [read_rows((two_ranks[1] / f"tokens/step_{step}.jsonl").read_bytes()) for step in range(3)]
+    assert [row["uid"] for row in of_steps[0]] == [0, 1, 2, 3]
+    assert all(row["kind"] == "validation" and len(row["log_probs"]) == row["num_tokens"] for row in of_steps[0])
+    saved = pq.read_table(two_ranks[1] / "rollouts/step_1.parquet").to_pylist()
+    for row in of_steps[1]:  # no validation follows the first step
+        [group] = [group for group in saved if group["uid"] == row["uid"]]
+        assert group["scores"][row["index"]] == row["score"] and row["num_tokens"] == len(row["texts"])
+        assert group["responses"][row["index"]] == "".join(row["texts"]).replace("<|end|>", "").replace("<|pad|>", "")
+        mean = sum(row["advantages"]) / row["num_tokens"]
+        assert mean == pytest.approx(group["advantages"][row["index"]], abs=1e-3)
+    scores = [score for group in saved[:2] for score in group["scores"]]
+    assert {min(scores), max(scores)} <= {row["score"] for row in of_steps[1]}
+    ours, theirs = (read_rows((run / "tokens/step_1.jsonl").read_bytes()) for _, run in (two_ranks, one_process))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["texts"] == other["texts"]
+        assert mine["log_probs"] == pytest.approx(other["log_probs"], abs=1e-3)
+        assert mine["advantages"] == pytest.approx(other["advantages"], abs=1e-3)
 
 
 def test_every_step_trains_on_rollouts_of_the_current_policy(two_ranks):
@@ -140,7 +165,11 @@ def test_the_loss_terms_follow_the_options_of_aggregation_and_kl(two_ranks, othe
 def test_the_terminal_shows_the_run_and_not_the_libraries(two_ranks):
     done, run = two_ranks
     lines = done.stdout.splitlines()
-    assert any(line.startswith("step 3/3 | reward") for line in lines)
+    header = next(line for line in lines if line.split()[:2] == ["step", "reward"])
+    row = next(line for line in lines if line.split()[:1] == ["3/3"])
+    assert len(row.split()) == len(header.split()) and row.split()[-1] == "0s"
+    samples = lines[lines.index("samples of validation at step 3") + 1 :]
+    assert samples[0].startswith("  test | ") and samples[1].startswith("    -> ") and "<|" not in samples[0]
     assert any("launch -> first step" in line for line in lines)
     assert any("all 18 tensors are equal bit for bit" in line for line in lines)
     assert any("engine and trainer compute the same: " in line for line in lines)
@@ -247,7 +276,8 @@ def test_names_made_of_responses_are_limited_told_once_and_nothing_a_terminal_ob
     first = read_metrics(run)[0]
     kinds = r"(?:mean@4|std@4|greedy|(?:best|worst|maj)@\d/(?:mean|std))"
     names = {re.fullmatch(rf"val-\w+/test/(.*)/{kinds}", name) for name in first} - {None}
-    assert len({name[1] for name in names}) == 100 and first["val-aux/num_variables_left_out"] > 28
+    of_rewards = {name[1] for name in names} - {"repetition", "garbled"}
+    assert len(of_rewards) == 100 and first["val-aux/num_variables_left_out"] > 28
     assert done.stdout.count("numbers of more than 100 names") == 1
     assert all(sign.isprintable() or sign == "\n" for sign in done.stdout + done.stderr)
 

@@ -12,8 +12,8 @@ import pytest
 
 from eval import EvalScriptConfig, evaluate_model
 from lib.config.flags import parse_args
-from lib.data.parquet import read_rows
 from lib.data.prompts import DataConfig
+from lib.data.reading import read_rows
 from lib.dist import SINGLE
 from lib.engine.rollout_config import RolloutConfig
 from lib.errors import UserError

@@ -4,6 +4,7 @@ import pytest
 
 from lib.evaluation.inputs import EvalGroup
 from lib.evaluation.report import render_page, summarise, summary_table
+from lib.pages.page import SCRIPT
 from lib.types import Sample, Score
 from tests.test_eval_files import group
 
@@ -57,14 +58,20 @@ def test_the_page_escapes_every_text_and_needs_no_other_file():
               Score(score=None, error=evil)]) for uid in range(12)]  # fmt: skip
     samples = [Sample(uid=uid, prompt_ids=[], data_source=evil, ground_truth=evil, extra_info={}) for uid in range(12)]
     page = render_page(
-        evil, summarise(groups, [evil] * 12), groups, samples, lambda _: [{"role": evil, "content": evil}]
+        evil, {evil: evil}, summarise(groups, [evil] * 12), groups, samples,
+        lambda _: [{"role": evil, "content": evil}],
+    )  # fmt: skip
+    assert page.count("<script") == page.count(f"<script>{SCRIPT}</script>") == 1 and "<img" not in page
+    assert page.count("&lt;script&gt;") > 40 and "://" not in page and "src=x" in page
+    plain = render_page(
+        "t", {"seed": 7}, summarise([scored(0, 1.0, 0.0)], ["a"]), [scored(0, 1.0, 0.0)], samples, lambda _: []
     )
-    assert "<script" not in page and "<img" not in page and page.count("&lt;script&gt;") > 40
-    assert "http" not in page and "src=x" in page
+    assert "<dt>seed</dt><dd>7</dd>" in plain and "<td>right in at least one of 2 (pass@2)</td><td>1.0000 [" in plain
+    assert "<td>mean of 2 responses (mean@2)</td><td>0.5000 [" in plain and "<td>score, mean (score_mean)</td>" in plain
     worst, best = page.split("Best prompts")
     assert "prompt 0 |" in worst and "prompt 11 |" in best and "prompt 11 |" not in worst
     assert "characters left out" not in page  # the long response is nobody's worst or best
     mixed = [scored(0, 0.25, 0.5, 0.75)]
-    worst, best = render_page("t", summarise(mixed, ["a"]), mixed, samples, lambda _: []).split("Best prompts")
+    worst, best = render_page("t", {}, summarise(mixed, ["a"]), mixed, samples, lambda _: []).split("Best prompts")
     assert "response 0; 1 tokens" in worst and "response 2; 3 tokens" in best
-    assert "First prompts" in render_page("t", {}, [group(0)], samples, lambda _: [])
+    assert "First prompts" in render_page("t", {}, {}, [group(0)], samples, lambda _: [])

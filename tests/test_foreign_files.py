@@ -58,7 +58,7 @@ def checked(folder):
 
 def repeated(folder, target):
     """What a checkpoint of this model has beside its weights, {name: bytes}."""
-    _write_beside_weights(target, SimpleNamespace(folder=folder, model=None))
+    _write_beside_weights(target, SimpleNamespace(folder=folder, model=None, adapter=None))
     return {path.name: path.read_bytes() for path in target.iterdir()}
 
 

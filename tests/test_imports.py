@@ -15,21 +15,9 @@ from lib.rooms import MOVED
 
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
-    *("errors", "rooms", "regular_files", "secret_values", "config", "dist", "messages", "peers", "stopping", "types"),
-    *(
-        "ops",
-        "families",
-        "storage",
-        "tracking",
-        "algorithms",
-        "data",
-        "model",
-        "engine",
-        "rewards",
-        "rollouts",
-        "checkpoints",
-    ),
-    *("launch", "evaluation"),
+    *("errors", "rooms", "regular_files", "secret_values", "torchrun", "config", "dist", "messages", "peers"),
+    *("stopping", "types", "ops", "families", "storage", "pages", "tracking", "algorithms", "data", "model", "engine"),
+    *("workers", "rewards", "turns", "rollouts", "checkpoints", "launch", "evaluation"),
 ]
 """A room of lib/, or a file beside the rooms, imports only itself and those named before it."""
 HEAVY = {"vllm": {"engine"}, "wandb": {"tracking"}, "peft": set(), "math_verify": {"rewards"}}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lib.algorithms.advantages import GroupAdvantage
-from lib.data.parquet import read_rows
+from lib.data.reading import read_rows
 from lib.dist import SINGLE
 from lib.errors import UserError
 from lib.rewards.last_number import DIFFICULTIES, PREFIX, compute_score, write_answer

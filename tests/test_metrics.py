@@ -19,7 +19,7 @@ import torch
 from lib.algorithms.step_metrics import advantage_metrics, constant_reward_warning, data_metrics, mismatch_metrics
 from lib.dist import SINGLE
 from lib.model.batching import balance_stats
-from lib.model.speed import flops_forward, peak_flops, perf_metrics
+from lib.model.speed import flops_forward, flops_update, peak_flops, perf_metrics
 from lib.rollouts.validation_metrics import MAX_VARIABLES, limit_variables, validation_metrics
 from lib.tracking.metrics import Metrics
 from lib.types import Batch
@@ -36,7 +36,7 @@ QWEN3 = {
     "intermediate_size": 48,
     "vocab_size": 101,
 }
-MODEL = SimpleNamespace(full_config=QWEN3, block_parameters=32256)
+MODEL = SimpleNamespace(full_config=QWEN3, block_parameters=32256, has_adapter=False)
 
 
 def make_batch(uids, scores, *, prompt_lens, response_lens, valid=None, truncated=None) -> Batch:
@@ -232,12 +232,18 @@ def test_a_group_has_a_signal_in_any_of_the_rewards_that_train():
     assert metrics.reduce()["reward/constant_group_ratio"] == 0.5
 
 
-def test_constant_rewards_are_reported_after_three_steps_in_a_row_only():
-    assert constant_reward_warning([1.0, 1.0]) is None
-    assert constant_reward_warning([1.0, 1.0, 0.99]) is None
-    assert "last 3 steps" in constant_reward_warning([0.2, 1.0, 1.0, 1.0])
+def test_constant_rewards_are_reported_at_once_at_the_third_in_a_row_and_at_the_end():
+    said = {}
+    ratios = [0.2, 1.0, 0.9, 1.0, 1.0, 1.0, 1.0, math.nan, 0.5, 1.0]
+    for step in range(1, len(ratios) + 1):
+        if warning := constant_reward_warning(ratios[:step]):
+            said[step] = warning
+    assert list(said) == [2, 6]
+    assert "in this step" in said[2] and "last 3 steps" in said[6]
+    assert "in 6 of 9 steps" in constant_reward_warning(ratios, at_end=True)
+    assert constant_reward_warning([0.99, math.nan], at_end=True) is None
     assert constant_reward_warning([math.nan] * 3) is None  # no group has ended yet
-    assert constant_reward_warning([1.0, math.nan, 1.0, 1.0]) is not None
+    assert constant_reward_warning([1.0, math.nan]) is None  # said before
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama", "starcoder2"])
@@ -259,6 +265,23 @@ def test_flops_equal_what_torch_counts(model_type):
     matrices = sum(p.numel() for p in model.model.layers.parameters() if p.dim() > 1)
     found = flops_forward(config.to_dict(), lens, response_lens, block_parameters=matrices)
     assert found == counted - masked_half - rotary
+
+
+def test_an_update_under_an_adapter_has_no_gradients_of_weights():
+    """Counted by torch, with attention's upper triangle; of the first layer's input a gradient is counted too."""
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**{**QWEN3, "model_type": "qwen3", "attn_implementation": "eager"})
+    model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
+    embeddings = torch.zeros(1, 13, config.hidden_size, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        model(inputs_embeds=embeddings, logits_to_keep=5).logits.sum().backward()
+    masked_half, rotary = 2 * 3 * 4 * 16 * 13**2, 2 * (16 // 2) * 13
+    matrices = sum(p.numel() for p in model.model.layers.parameters() if p.dim() > 1)
+    counts = dict(config=config.to_dict(), seq_lens=[13], response_lens=[5], block_parameters=matrices)
+    assert flops_update(**counts, has_adapter=True) == counter.get_total_flops() - 3 * masked_half - rotary
+    assert flops_update(**counts) == 3 * flops_forward(**counts)
 
 
 def test_a_window_bounds_the_pairs_of_its_layers():

@@ -466,7 +466,7 @@ import gc, sys
 from pathlib import Path
 import torch
 from lib.storage.weight_headers import Entry, _are_equal, read_safetensors_header
-from lib.storage.whole_tensors import open_weights
+from lib.storage.weights import open_weights
 folder = Path(sys.argv[1])
 
 def peak(read):

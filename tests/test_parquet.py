@@ -13,7 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lib.data.parquet import check_answer_kinds, count_overlap, read_rows, resolve_file, rows_from_dicts, write_rows
+from lib.data.parquet import write_rows
+from lib.data.paths import resolve_file
+from lib.data.reading import read_rows, rows_from_dicts
+from lib.data.rows import check_answer_kinds, count_overlap
+from lib.data.schema import Keys
 from lib.errors import UserError
 
 FLAG = "--data.train-files"
@@ -76,6 +80,12 @@ def test_files_may_differ_in_extra_info_and_lack_it(tmp_path):
     assert [read[i]["extra_info"] for i in range(3)] == [infos[0], infos[1], {}]
 
 
+def test_extra_info_may_be_json_as_text(tmp_path):
+    infos = ['{"index": 0}', None, '{"index": "a", "more": [1, "b"]}']
+    read, _ = read_rows(write(tmp_path / "a.parquet", [row(extra_info=info) for info in infos]), FLAG)
+    assert [read[i]["extra_info"] for i in range(3)] == [{"index": 0}, {}, {"index": "a", "more": [1, "b"]}]
+
+
 def test_large_view_dictionary_and_fixed_size_types_read_like_plain_ones(tmp_path):
     rows = [row(i) for i in range(4)]
     table = pa.Table.from_pylist(rows)
@@ -105,7 +115,7 @@ def test_paths_with_home_spaces_and_unicode_work(tmp_path, monkeypatch):
 
 def test_another_prompt_column_is_read_under_its_flag(tmp_path):
     rows = [{"question": row(i)["prompt"], **{k: v for k, v in row(i).items() if k != "prompt"}} for i in range(2)]
-    read, _ = read_rows(write(tmp_path / "a.parquet", rows), FLAG, prompt_key="question")
+    read, _ = read_rows(write(tmp_path / "a.parquet", rows), FLAG, keys=Keys(prompt="question"))
     assert read[1]["prompt"] == row(1)["prompt"]
 
 
@@ -175,9 +185,9 @@ def test_an_unreadable_file_is_refused(tmp_path):
     ("content", "expected"),
     [
         (b"", "empty file"),
-        (b'{"prompt": []}\n', "JSON lines"),
         (b'[{"prompt": []}]', "JSON array"),
-        (b"\xef\xbb\xbf\n {}", "JSON lines"),
+        (b"\xff\xfe{\x00", "UTF-16"),
+        (b"\x28\xb5\x2f\xfd", "Zstandard"),
         (b"prompt,answer\n1,2\n", "CSV"),
         (b"<!DOCTYPE html><html>", "HTML"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "git lfs pull"),
@@ -240,7 +250,7 @@ def test_missing_columns_are_named_all_at_once_with_a_remedy_that_fits(tmp_path)
 @pytest.mark.parametrize(
     ("column", "value"),
     [
-        ("prompt", "1 + 1"),
+        ("prompt", 7),
         ("prompt", ["1 + 1"]),
         ("prompt", [{"role": 1, "content": "x"}]),
         ("prompt", [{"role": "user", "content": ["x"]}]),
@@ -249,7 +259,9 @@ def test_missing_columns_are_named_all_at_once_with_a_remedy_that_fits(tmp_path)
         ("reward_model", "42"),
         ("reward_model", {"style": "rule"}),
         ("reward_model", {"style": "rule", "ground_truth": b"42"}),
-        ("extra_info", '{"index": 1}'),
+        ("extra_info", 7),
+        ("extra_info", "index 1"),
+        ("extra_info", "[1]"),
     ],
 )
 def test_wrong_column_types_are_refused(tmp_path, column, value):

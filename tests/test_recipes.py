@@ -28,9 +28,10 @@ from tests.ranks import LIMIT_S, ROOT, torchrun
 
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "remax", "ppo")
 FULL_SIZE = [f"{name}_qwen3_1_7b_gsm8k" for name in ALGORITHMS]
-TINY = [*(f"{name}_tiny_arithmetic" for name in ALGORITHMS), "example_custom_everything"]
+OF_ADAPTERS = ["lora_qwen3_4b_gsm8k", "lora_qwen3_8b_gsm8k"]
+TINY = [*(f"{name}_tiny_arithmetic" for name in (*ALGORITHMS, "lora", "pissa")), "example_custom_everything"]
 SMALL = [f"{name}_smollm2_words" for name in ("grpo", "dr_grpo", "dapo", "ppo", "permuted")]
-RANKS = dict.fromkeys(FULL_SIZE, 8) | dict.fromkeys(TINY, 2) | dict.fromkeys(SMALL, 1)
+RANKS = dict.fromkeys(FULL_SIZE, 8) | dict.fromkeys(OF_ADAPTERS, 1) | dict.fromkeys(TINY, 2) | dict.fromkeys(SMALL, 1)
 ACCURACY = "val-core/arithmetic/acc/mean@1"
 
 
@@ -62,7 +63,7 @@ def test_a_docstring_says_how_to_run_the_recipe(name):
     text = load(name).__doc__
     assert f"torchrun --nproc_per_node={RANKS[name]} -m recipes.{name}\n" in text
     assert "https://arxiv.org/abs/" in text or name.startswith("example")
-    assert name not in FULL_SIZE or "no score is claimed" in " ".join(text.split())
+    assert name not in FULL_SIZE + OF_ADAPTERS or "no score is claimed" in " ".join(text.split())
 
 
 def test_no_two_recipes_write_to_one_run_folder():
@@ -71,8 +72,12 @@ def test_no_two_recipes_write_to_one_run_folder():
 
 def test_the_tiny_recipes_differ_in_their_algorithm_alone():
     configs = {name: load(name).config for name in TINY[:-1]}
-    for part in ("model", "data", "reward", "optim", "max_tokens_per_gpu", "seed"):
+    for part in ("model", "data", "reward", "max_tokens_per_gpu", "seed"):
         assert len({repr(getattr(config, part)) for config in configs.values()}) == 1, part
+    assert len({repr(config.optim) for config in configs.values() if not config.lora.rank}) == 1
+    # Adapters want ten times the learning rate.
+    [lr] = {config.optim.lr for config in configs.values() if config.lora.rank}
+    assert lr == pytest.approx(10 * configs["grpo_tiny_arithmetic"].optim.lr)
     assert {config.prompts_per_step * config.rollout.n for config in configs.values()} == {256}
 
 
@@ -91,7 +96,7 @@ def test_the_full_size_recipes_stop_at_the_missing_model_alone(tmp_path):
         *("--model.path", str(tmp_path / "nothing"), "--data.train-files", str(tmp_path / "train.parquet")),
         *("--data.val-files", str(tmp_path / "test.parquet"), "--run-dir", str(tmp_path / "run")),
     ]
-    cases = {name: {"words": words, "env": {}, "recipe": f"recipes.{name}"} for name in FULL_SIZE}
+    cases = {name: {"words": words, "env": {}, "recipe": f"recipes.{name}"} for name in FULL_SIZE + OF_ADAPTERS}
     done = subprocess.run(
         [sys.executable, "-m", "tests.bad_input_worker"], input=json.dumps(cases), cwd=ROOT, capture_output=True,
         text=True, timeout=LIMIT_S,

@@ -18,6 +18,8 @@ RECIPES = {
     # A critic's warm-up that ends after the kill, and a KL coefficient that adapts.
     "ppo": ("recipes.ppo_tiny_arithmetic", "--critic.warmup-steps", "3", "--kl-reward.coef", "0.05",
             "--kl-reward.target", "0.01", "--kl-reward.horizon", "500"),
+    # Adapters, and the KL to the policy without them.
+    "lora": ("recipes.lora_tiny_arithmetic", "--kl-loss-coef", "0.05"),
     # Responses that are interrupted after step 2 and go on in step 3, to prompts that a curriculum drew.
     "partial": ("recipes.grpo_tiny_arithmetic", "--rollout.partial-share", "0.7", "--data.curriculum", "True"),
 }  # fmt: skip

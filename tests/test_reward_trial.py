@@ -8,8 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lib.data.parquet import Rows, read_rows
 from lib.data.prompts import DataConfig
+from lib.data.reading import read_rows
+from lib.data.rows import Rows
 from lib.errors import RewardError, UserError
 from lib.evaluation import scores
 from lib.evaluation.inputs import EvalDataConfig
@@ -34,7 +35,7 @@ def read(folder: Path, truths: pa.Array, source: str = "openai/gsm8k", *, style:
 def trials(cfg: RewardConfig, rows: Rows, limit: int | None = None) -> list:
     """The trial as eval.py makes it, and as training does for either split."""
     train = TrainConfig(reward=cfg, data=DataConfig(train_max_samples=limit, val_max_samples=limit))
-    none = Rows(tables=(), sources=(), prompt_key="prompt")
+    none = Rows(tables=(), sources=(), answer_kinds=())
     return [
         partial(scores.try_reward, cfg, EvalDataConfig(max_samples=limit), rows),
         partial(checks.try_reward, train, rows, none),

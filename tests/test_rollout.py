@@ -33,7 +33,7 @@ def test_a_vllm_that_is_missing_or_too_old_is_one_line_before_anything_is_loaded
     )  # fmt: skip
     [line] = done.stderr.splitlines()
     assert done.returncode == 2 and line.startswith(f"error[2] vLLM is {told}; the packages of {sys.executable}; found")
-    assert "expected 0.26 or newer; pip install -r requirements.txt" in line
+    assert "expected 0.25 or newer; pip install -r requirements.txt" in line
 
 
 LAYOUTS = {"1 rank": (1, 1), "2 ranks": (2, 1), "tensor parallel 2": (2, 2)}

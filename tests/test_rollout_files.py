@@ -63,6 +63,7 @@ def save(model, folder, files, *, every=1, steps=(1,), num_prompts=2, val_files=
             values = save_rollouts(
                 step, rollouts[::-1], batch, prompts, tokenizer, run=run, show=not cfg.data.val_files
             )
+            run.log(step, values)
             assert bool(values) == (run.dir / "rollouts" / f"step_{step}.parquet").exists()
     return rollouts, batch
 
@@ -99,11 +100,14 @@ def test_the_first_step_and_every_nth_are_saved_and_none_with_0(model, tmp_path)
         assert {path.name for path in found} == {f"step_{step}.parquet" for step in expected}
 
 
-def test_two_responses_are_shown_where_there_is_no_validation(model, tmp_path, capfd):
+def test_responses_to_different_prompts_are_shown_where_there_is_no_validation(model, tmp_path, capfd):
     files = [[question(place, index=place) for place in range(3)]]
     save(model, tmp_path / "a", files)
-    lines = [line for line in capfd.readouterr().out.splitlines() if " -> " in line]
-    assert lines == [f"  what-is-{uid} -> a-long-answer  (score {uid}.0, expected {uid}, length)" for uid in (0, 1)]
+    lines = capfd.readouterr().out.splitlines()
+    lines = lines[lines.index("samples of step 1") + 1 :]
+    source = files[0][0]["data_source"]
+    assert lines[0::2] == [f"  {source} | what-is-{uid}" for uid in (0, 1)]
+    assert lines[1::2] == [f"    -> a-long-answer  (score {uid}.0, expected {uid}, length)" for uid in (0, 1)]
     save(model, tmp_path / "b", files, val_files=(str(tmp_path / "a/0.parquet"),))
     assert " -> " not in capfd.readouterr().out
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lib.rewards import scoring
 from lib.rewards.scoring import RewardConfig, Scorer
 from lib.types import Score
+from lib.workers import process
 from tests.test_scoring import ROOT, make_rollout, score_all, write
 
 HARMFUL = """
@@ -208,8 +208,8 @@ def test_a_worker_that_leaks_is_replaced_and_no_score_is_lost(tmp_path):
 
 
 def test_without_a_limit_a_worker_is_replaced_beyond_8_gib_and_ten_times_its_first_memory(tmp_path, monkeypatch):
-    assert (scoring.GROWN_GIB, scoring.GROWN_TIMES) == (8, 10)
-    monkeypatch.setattr(scoring, "GROWN_GIB", 0.13)
+    assert (process.GROWN_GIB, process.GROWN_TIMES) == (8, 10)
+    monkeypatch.setattr(process, "GROWN_GIB", 0.13)
     assert score_with_leak(tmp_path, [150, 0, 0]) == ([1, 2, 3], 0)  # what the first response loads is no leak
     scores, num_replaced = score_with_leak(tmp_path, [0] + [100] * 5)
     assert scores[:3] == [1, 2, 3] and num_replaced == 1 and sorted(scores) != [1, 2, 3, 4, 5, 6]

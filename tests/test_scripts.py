@@ -87,24 +87,20 @@ def test_a_run_warns_of_equal_rewards_where_its_advantage_compares_a_prompts_res
 
     assert WARNS.keys() == ADVANTAGES.keys()
     nodes = ast.walk(ast.parse((ROOT / script).read_text()))
-    [lines] = [node for node in nodes if isinstance(node, ast.If) and "constant_groups" in ast.unparse(node.test)]
-    code = compile(ast.Module([lines], []), script, "exec")
+    lines = [node for node in nodes if isinstance(node, ast.If) and "constant_groups" in ast.unparse(node.test)]
+    at_once, at_end = (
+        compile(ast.Module([line], []), script, "exec") for line in sorted(lines, key=lambda line: line.lineno)
+    )
     found = {}
     for name, advantage in ADVANTAGES.items():
         said = []
         known = {"constant_reward_warning": constant_reward_warning, "run": SimpleNamespace(say=said.append)}
-        for ratios in ([1.0, 1.0, 0.9], [1.0, 1.0, 1.0]):
-            found[name] = bool(said)
-            exec(
-                code,
-                {
-                    **known,
-                    "cfg": SimpleNamespace(advantage=advantage),
-                    "progress": SimpleNamespace(constant_groups=ratios),
-                },
-            )
-            assert not found[name]
-        found[name] = len(said) == 1 and said[0].startswith("warning: no signal: 100 % of the groups")
+        for ratios, code in (([1.0, 0.9], at_once), ([1.0], at_once), ([1.0, 0.9], at_end)):
+            progress = SimpleNamespace(constant_groups=ratios)
+            exec(code, {**known, "cfg": SimpleNamespace(advantage=advantage), "progress": progress})
+        places = [line.partition("had equal rewards ")[2].partition(",")[0] for line in said]
+        assert places in ([], ["in this step", "in 1 of 2 steps"])
+        found[name] = bool(said)
     assert found == WARNS
 
 

@@ -15,13 +15,14 @@ from torch.distributed import HashStore, TCPStore
 
 from eval import EvalScriptConfig
 from lib.config.flags import parse_args
-from lib.dist import ATTEMPT, SINGLE
+from lib.dist import SINGLE
 from lib.errors import Stopped, UserError
 from lib.evaluation.any_model import find_model
 from lib.messages import Messages
 from lib.rewards.scoring import RewardConfig, Scorer
 from lib.stopping import ECHO_S, POLL_S, Stopper
 from lib.storage.checkpoint_folder import find_checkpoints
+from lib.torchrun import ATTEMPT
 from lib.tracking.run import read_metrics
 from tests.ranks import LIMIT_S, ROOT, Job
 from tests.stopping_worker import SLOW_REWARD, response

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lib.data.parquet import read_rows
 from lib.data.prompts import DataConfig, check_data_files, tokenize
+from lib.data.reading import read_rows
 from lib.data.tokenizer import load_tokenizer, stop_token_ids
 from lib.rewards.arithmetic import compute_score, needs_carry, sum_without_carry
 from lib.storage.model_folder import check_model_files

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import pytest
 from lib.config.reporting import reporting_errors
 from lib.dist import SINGLE
 from lib.errors import UserError
-from lib.tracking.console import StartupTimer, format_table, plot_learning_curve, training_line
+from lib.tracking.console import plot_learning_curve
 from lib.tracking.run import Run, TrackingConfig
 from lib.tracking.run_folder import read_metrics, read_status, step_files
 from tests.ranks import LIMIT_S, free_port
@@ -112,7 +111,7 @@ shutdown_distributed()
         last = out.splitlines()[-1]
         assert out.startswith("before\n") and last.startswith("finished ") and last.endswith("to a.old-TIME"), out
     assert len(ranks[1][1].splitlines()) == 2
-    assert "step 1/2 | reward 0.100 | grad norm 0.5 | 2.0 s" in said
+    assert " 1/2  0.100      -    -     -   0.5   2.0 " in said
     assert "+0.500" in said and "0.250 (step 0) -> 0.750 (step 2)" in said
     for rank in (0, 1):
         log = (run / "logs" / f"rank_{rank}.log").read_text()
@@ -123,7 +122,7 @@ shutdown_distributed()
     assert [row["step"] for row in read_metrics(run)] == [0, 1, 2, 2]
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     names = {"config.json", "metrics.jsonl", "tensorboard", "learning_curve.png", "samples", "logs", "status.json",
-             "rollouts"}  # fmt: skip
+             "rollouts", "tokens", "report.html"}  # fmt: skip
     assert {path.name for path in run.iterdir()} == names
     assert tensorboard_scalars(run, "critic/score/mean") == {1: pytest.approx(0.1), 2: pytest.approx(0.2)}
 
@@ -303,18 +302,24 @@ def test_the_newest_fifty_files_of_rollouts_stay(tmp_path):
     assert (tmp_path / "r" / "rollouts" / "step_3.mine.parquet").exists()
 
 
-def test_samples_are_appended_and_a_few_are_shown(tmp_path, capfd):
+def test_samples_are_appended_and_those_to_be_shown_stand_below_the_steps_numbers(tmp_path, capfd):
     row = {"uid": 1, "data_source": "s", "prompt": "1+1\n=", "response": "2" * 100, "ground_truth": "2"}
     row |= {"score": None, "extras": {"acc": math.nan}, "finish_reason": "length"}
     with open_run(tmp_path / "r") as run:
-        run.save_samples(5, [row, row], show=1)
+        run.save_samples(5, [row, row])
+        run.show_samples([row])
         run.save_samples(5, [{**row, "response": "é \udc80"}])
+        run.log(5, {"val-core/s/acc/mean@1": 0.25})
+        run.log(6, {"val-core/s/acc/mean@1": 0.5})
     lines = (tmp_path / "r" / "samples" / "step_5.jsonl").read_text().splitlines()
     read = [json.loads(line) for line in lines]
     assert read[0] == {**row, "extras": {"acc": "NaN"}} and read[2]["response"] == "é \udc80"
     assert "é" in lines[2]
-    said = capfd.readouterr().out
-    assert said.count("1+1\\n= -> 222") == 1 and "2" * 60 not in said and "length" in said
+    said = capfd.readouterr().out.splitlines()
+    place = said.index("samples of validation at step 5")
+    assert said[place - 1].split() == ["s", "acc/mean@1", "0.250"]
+    assert said[place + 1] == "  s | 1+1 =" and said[place + 2].startswith("    -> 222") and len(said[place + 2]) <= 100
+    assert said[place + 3] == "validation at step 6" and said[-1].split()[-4:] == ["+0.250", "since", "step", "5"]
 
 
 def test_what_a_terminal_would_obey_reaches_it_as_text(tmp_path, capfd):
@@ -326,7 +331,9 @@ def test_what_a_terminal_would_obey_reaches_it_as_text(tmp_path, capfd):
         run.say_once("topic", "once")
         run.say_once("topic", "twice")
         run.log(1, {"val-core/\x1b[2J/\x1b[2J/mean@1": 1.0, "critic/score/mean": 1.0})
-        run.save_samples(1, [row], show=1)
+        run.save_samples(1, [row])
+        run.show_samples([row])
+        run.log(2, {"critic/score/mean": 1.0})
         raise KeyError(harmful)
     with pytest.raises(SystemExit), reporting_errors():
         raise UserError(f"bad; {harmful}")
@@ -348,12 +355,13 @@ def test_no_secret_of_the_environment_reaches_a_file_or_the_terminal(tmp_path, c
     config = {"url": f"https://{canary}@host", "eos_token": "abc"}
     with pytest.raises(KeyError), open_run(tmp_path / "r", config=config) as run:
         run.say(f"say {canary}")
+        run.save_samples(1, [{**row, "extras": {canary: canary}, "finish_reason": "stop"}])
+        run.show_samples([{**row, "finish_reason": "stop"}])
         run.log(1, {"critic/score/mean": 1.0})
-        run.save_samples(1, [{**row, "extras": {canary: canary}, "finish_reason": "stop"}], show=1)
         raise KeyError(f"bad {canary}")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     out, err = capfd.readouterr()
-    assert len(files) == 6 and "say [HF_TOKEN]" in out
+    assert len(files) == 7 and "say [HF_TOKEN]" in out
     assert not [path for path in files if canary.encode() in path.read_bytes()]
     assert canary[:8] not in out + err
     assert read_json(tmp_path / "r" / "config.json")["eos_token"] == "abc"
@@ -427,18 +435,6 @@ def test_names_must_be_printable(value):
         TrackingConfig(wandb_project=value)
 
 
-def test_progress_is_silent_between_its_lines(tmp_path, capfd, monkeypatch):
-    with open_run(tmp_path / "r") as run:
-        now = [100.0]
-        monkeypatch.setattr(time, "monotonic", lambda: now[0])
-        with run.progress("rollout", 40) as advance:
-            for _ in range(40):
-                now[0] += 1.0
-                advance()
-    lines = capfd.readouterr().out.splitlines()
-    assert lines == [f"  rollout: {done}/40, {done} s" for done in (10, 20, 30, 40)]
-
-
 def test_the_learning_curve_is_drawn_from_any_history(tmp_path):
     histories = {
         "empty": [],
@@ -448,45 +444,3 @@ def test_the_learning_curve_is_drawn_from_any_history(tmp_path):
     for name, history in histories.items():
         plot_learning_curve(history, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 5000
-
-
-def test_the_line_of_a_step_has_what_is_known_rounded_in_its_unit():
-    row = {
-        "step": 12, "critic/score/mean": 0.41251, "actor/pg_loss": 0.01234, "actor/grad_norm": 0.84321,
-        "critic/vf_explained_var": 0.666, "response_length/mean": 11.24, "timing_s/step": 3.149,
-        "perf/throughput": 1240.4, "perf/total_num_tokens": 99.0,
-    }  # fmt: skip
-    assert training_line(row, 60) == (
-        "step 12/60 | reward 0.413 | loss +0.0123 | grad norm 0.843 | critic explains 0.67 | length 11.2 | 3.1 s | "
-        "1,240 tok/s per rank"
-    )
-    assert training_line({"step": 1, "actor/pg_loss": -0.5, "actor/grad_norm": 1234.5}, 2) == (
-        "step 1/2 | loss -0.5000 | grad norm 1.23e+03"
-    )
-
-
-def test_tables_are_aligned():
-    assert format_table(("name", "s"), [("a", "10.0"), ("longer", "2.5")]) == (
-        "  name       s\n  ------  ----\n  a       10.0\n  longer   2.5"
-    )
-
-
-def age_s() -> float | None:
-    """Seconds since this process started, as `ps` knows them; None where there is no `ps`."""
-    done = subprocess.run("ps -o etimes= -p $PPID", shell=True, capture_output=True, text=True)
-    return float(done.stdout) if done.returncode == 0 else None
-
-
-def test_start_up_phases_add_up_to_the_time_since_the_launch():
-    earlier = age_s()
-    timer = StartupTimer()
-    later = age_s()
-    with timer.phase("load"):
-        pass
-    *rows, last = timer.table().splitlines()
-    seconds = {row.split("  ")[1]: float(row.split()[-1]) for row in rows[2:]}
-    assert list(seconds) == ["launch and imports", "load", "other"]
-    assert last.startswith("  launch -> first step: ") and last.endswith(" s")
-    assert sum(seconds.values()) == pytest.approx(float(last.split()[-2]), abs=0.2)
-    if earlier is not None and later is not None:
-        assert earlier - 1 <= seconds["launch and imports"] <= later + 2  # they are rounded down to seconds

@@ -50,13 +50,14 @@ VALUES = {
     "gdpo_reward_weights": ("[1.0]",), "rollout_correction": ("decoupled_seq_is",), "rollout_is": ("null", "token"),
     "rollout_rs": ("seq_mean_k1",), "rollout_rs_threshold": ("0.5_2.0",), "loss_type": ("ppo_clip", "reinforce"),
     "bypass_mode": ("False", "True"), "gpu_memory_utilization": ("0.5",), "top_k": ("-1",),
-    "tensor_model_parallel_size": ("2",),
+    "tensor_model_parallel_size": ("2",), "lora_rank": ("8",), "lora_alpha": ("32",), "target_modules": ("all-linear",),
+    "exclude_modules": ("null",), "lora_adapter_path": ("adapter",),
 }  # fmt: skip
 """Values as verl's commands have them, by the end of a key."""
 TOLD = {
     **dict.fromkeys(("[0.9,0.99]", "[score]", "[1.0]"), ("brackets", "separated by a space")),
     "disable": ("never for disable",), "seq_mean_k1": ("as JSON",), "0.5_2.0": ("bounds the inverse",),
-    "0.1": ("another unit",), "console": ("console",),
+    "0.1": ("another unit",), "console": ("console",), "adapter": ("a folder as peft writes it",),
 }  # fmt: skip
 """How a hint says that a value is written otherwise; else it names the value."""
 

@@ -125,12 +125,14 @@ def make_questions(path: Path, *, count: int, start: int) -> None:
 
 
 def count_progress(terminal, counts: dict[str, tuple[int, int]]) -> None:
-    """From here on counts[label] is what a progress of the terminal was to count, and what it has counted."""
+    """From here on counts[label] is what a progress of the terminal was to count, and what it has counted; without one
+    that has no total."""
     begin = terminal.progress
 
     @contextmanager
-    def progress(label, total):
-        counts[label] = (total, 0)
+    def progress(label, total=0):
+        if total:
+            counts[label] = (total, 0)
         with begin(label, total) as advance:
 
             def count():

@@ -22,7 +22,7 @@ from lib.dist import init_distributed, shutdown_distributed
 from lib.model.batching import iter_micro_batches, iter_mini_batches, make_batch
 from lib.model.forward import compute_log_probs, forward_policy
 from lib.model.fsdp import FSDPConfig, begin_micro_batch, iter_full_tensors, iter_gathered, load_policy
-from lib.model.networks import ModelConfig
+from lib.model.networks import ModelConfig, Network
 from lib.model.optim import OptimConfig, build_optimizer, optimizer_step
 from lib.tracking.metrics import Metrics
 from tests.tiny import make_rollouts
@@ -92,7 +92,7 @@ def gradients_of_cases(policy, batch, world):
 
 def tall_and_short(world):
     """Sharded parameters of which the last ranks have few rows or none."""
-    model = torch.nn.Module()
+    model = Network()
     torch.manual_seed(1)
     for place, shape in enumerate([(1,), (4, 3), (2, 5, 2), (7,)]):
         sharded = distribute_tensor(torch.randn(shape), init_device_mesh("cpu", (world.size,)), [Shard(0)])

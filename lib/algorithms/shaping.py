@@ -48,10 +48,11 @@ def shape_rewards(batch: Batch, cfg: OverlongConfig, *, max_response_len: int) -
 
 
 def make_token_level_rewards(batch: Batch, *, penalty: Tensor | None = None) -> Tensor:
-    """The score, less the penalty (B,), on the last True of response_mask and 0 elsewhere: (B, T) float32."""
+    """The score, less the penalty (B,), on the last True of response_mask, and turns' rewards: (B, T) float32."""
     scores = batch.scores if penalty is None else batch.scores - penalty
     left = batch.response_mask.flip(-1).cumsum(-1).flip(-1)  # (B, T), how many tokens from here on
-    return torch.where(batch.response_mask & (left == 1), scores[:, None].float(), 0)
+    rewards = torch.where(batch.response_mask & (left == 1), scores[:, None].float(), 0)
+    return rewards if batch.turn_rewards is None else rewards + batch.turn_rewards.where(batch.response_mask, 0)
 
 
 def token_rewards(batch: Batch) -> Tensor:
@@ -66,7 +67,7 @@ def token_rewards(batch: Batch) -> Tensor:
 
 def response_rewards(batch: Batch) -> Tensor:
     """The reward of every response, (B,) float64: the sum over its tokens. One without any token has its score."""
-    if batch.token_level_rewards is None:
+    if batch.token_level_rewards is None and batch.turn_rewards is None:
         return batch.scores.double()
     return torch.where(batch.response_mask.any(-1), ordered_sum(token_rewards(batch)), batch.scores.double())
 

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Literal
 
 import torch
@@ -24,12 +25,12 @@ def data_metrics(batch: Batch, metrics: Metrics, *, max_prompt_len: int) -> None
     metrics.add_mean(
         "training/stale_tokens_ratio", (batch.stale & batch.response_mask).sum(), batch.response_mask.sum()
     )
-    metrics.add_stats("response_length", batch.response_lens)
+    metrics.add_stats("response_length", batch.num_sampled)
     metrics.add_stats("prompt_length", batch.prompt_lens)
     for name, flags in {
         "response_length/clip_ratio": batch.truncated,
         "prompt_length/clip_ratio": batch.prompt_lens >= max_prompt_len,
-        "response/aborted_ratio": batch.response_lens == 0,
+        "response/aborted_ratio": batch.num_sampled == 0,
         "reward/excluded_ratio": ~batch.valid,
     }.items():
         metrics.add_mean(name, flags.sum(), len(batch))
@@ -59,18 +60,27 @@ def advantage_metrics(batch: Batch, metrics: Metrics) -> None:
     metrics.set("reward/constant_group_ratio", constant / len(groups) if groups else math.nan)
 
 
-def constant_reward_warning(constant_group_ratios: Sequence[float]) -> str | None:
-    """A warning when all groups of the last 3 steps that had any had equal rewards, else None.
+def constant_reward_warning(constant_group_ratios: Sequence[float], *, at_end: bool = False) -> str | None:
+    """A warning when all groups of a step had equal rewards, else None.
 
     Takes the steps' reward/constant_group_ratio, NaN without a group. Such steps have advantages of exactly zero and
-    train nothing.
+    train nothing. It warns of the first such step of a run, and of the third one in a row; `at_end` of their number.
     """
-    recent = [ratio for ratio in constant_group_ratios if not math.isnan(ratio)][-3:]
-    if len(recent) < 3 or any(ratio < 1.0 for ratio in recent):
+    constant = [ratio >= 1.0 for ratio in constant_group_ratios if not math.isnan(ratio)]
+    in_a_row = len(list(takewhile(bool, reversed(constant))))
+    if not any(constant):
+        return None
+    if at_end:
+        found = f"in {sum(constant)} of {len(constant)} steps"
+    elif in_a_row == 3:
+        found = "in each of the last 3 steps that had any"
+    elif constant[-1] and sum(constant) == 1 and not math.isnan(constant_group_ratios[-1]):
+        found = "in this step"
+    else:
         return None
     return (
-        "no signal: 100 % of the groups had equal rewards in each of the last 3 steps that had any, so nothing is "
-        "learned; look at the responses in samples/ and at the reward function, or use prompts solved only sometimes"
+        f"no signal: 100 % of the groups had equal rewards {found}, so nothing is learned; look at the responses in "
+        "samples/ and rollouts/ and at the reward function, or use prompts solved only sometimes"
     )
 
 

@@ -44,6 +44,7 @@ from lib.model.networks import CausalPolicy, Critic
 from lib.model.optim import schedule_end
 from lib.rollouts.collector import Collector
 from lib.secret_values import blank
+from lib.storage.adapter import Adapter
 from lib.storage.beside_weights import BESIDE_WEIGHTS, copy_file
 from lib.storage.checkpoint_folder import (
     FileEntry,
@@ -108,6 +109,8 @@ class Trained:
     optimizer: torch.optim.Optimizer
     folder: Path
     """Where it was loaded from: config and tokenizer are there."""
+    adapter: Adapter | None = None
+    """What its adapter belongs to; None: all weights are trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +259,8 @@ class Checkpointer:
         entered = time.monotonic()
         files, problem = {}, None
         try:
-            files = saving.files.result()
+            with self.run.progress(f"checkpoint of step {saving.step}"):
+                files = saving.files.result()
         except LockstepError as error:
             problem = str(error)
         written = self.world.gather((files, problem))
@@ -402,6 +406,8 @@ def _write_beside_weights(folder: Path, trained: Trained) -> list[Path]:
             copy_file(trained.folder / name, folder / name)
     if isinstance(trained.model, Critic):  # which may have begun as a causal language model
         trained.model.config.to_json_file(folder / "config.json")
+    if trained.adapter is not None:
+        trained.adapter.write(folder)
     return sorted(folder.iterdir())
 
 

@@ -24,6 +24,7 @@ from lib.dist import World
 from lib.errors import DamagedCheckpoint, UserError
 from lib.model.fsdp import reshard
 from lib.model.host_memory import HostMemory
+from lib.model.networks import Network
 from lib.storage.checkpoint_folder import FileEntry
 from lib.storage.whole_tensors import write_safetensors
 
@@ -36,10 +37,10 @@ Pieces = dict[str, tuple[Tensor, tuple[int, ...]]]
 # ---- What is saved ----
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: Network) -> dict[str, Tensor]:
     """{Hugging Face name: parameter} of everything that is trained; what is frozen stays in the folder it came from."""
     reshard(model)
-    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return {name: parameter.detach() for name, parameter in model.trained().items()}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

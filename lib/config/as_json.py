@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lib.errors import LockstepError
 from lib.secret_values import blank_keys
 
 
@@ -44,6 +45,14 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, types.FunctionType | type):
         return f"{os.path.relpath(inspect.getfile(value))}:{value.__qualname__}"
     raise TypeError(f"a config holds {value!r}, which has no JSON form")
+
+
+def defaults_of(config: Any) -> dict[str, Any]:
+    """The JSON of a config of this class that sets nothing; empty where there is none, as of a recipe's own class."""
+    try:
+        return to_json(type(config)())
+    except (TypeError, ValueError, LockstepError):
+        return {}
 
 
 def config_hash(config: Any) -> str:

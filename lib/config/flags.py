@@ -8,7 +8,6 @@ that a recipe gets wrong at import ends alike. An option given twice takes its l
 
 import copy
 import dataclasses
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,9 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
+from lib.config.help import help_text, wanted_section
 from lib.config.reporting import is_first_rank, reporting_errors
+from lib.config.verl_command import refuse_verl_command
 from lib.config.words import complete_booleans, nearest_word, normal, refuse_unknown, values_of, wants_debug
 from lib.errors import UserError
 from lib.secret_values import no_json_in_words, remember
@@ -54,11 +55,17 @@ def parse_cli(default: T, argv: Sequence[str] | None = None) -> T:
 
 def parse_args(default: T, argv: Sequence[str]) -> T:
     """The config `default` with the values of argv. Raises UserError; --help prints on rank 0 and exits with code 0."""
+    refuse_verl_command(argv, type(default), _options, parse_args, show=is_first_rank())
+    section = wanted_section(argv)
     plug_ins = _plug_ins(default)
     default, argv = _put_plug_ins(default, list(argv), plug_ins)
     options = _options(default)
-    if "--help" not in argv and "-h" not in argv:
-        refuse_unknown(argv, options, option_names(default))
+    if section is not None:
+        text = help_text(default, plug_ins, section)
+        if is_first_rank():
+            print(text, flush=True)
+        raise SystemExit(0)
+    refuse_unknown(argv, options, option_names(default))
     argv = complete_booleans(argv, options)
 
     with _one_line_errors(argv):
@@ -67,7 +74,6 @@ def parse_args(default: T, argv: Sequence[str]) -> T:
             default=default,
             args=argv,
             prog=os.path.basename(sys.argv[0]),
-            description=_describe(default, plug_ins),
             console_outputs=is_first_rank(),
             config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
         )
@@ -169,18 +175,3 @@ def _in_words(metavar: str) -> str:
     for name, words in names.items():
         metavar = metavar.replace(name, words)
     return metavar.replace("a number a number", "two numbers")
-
-
-def _describe(default: Any, plug_ins: dict[str, dataclasses.Field]) -> str:
-    """The text above the options: the config's docstring, and the names that each plug-in option takes."""
-    lines = [
-        inspect.getdoc(default) or "",
-        "",
-        "A bare True/False option means True; the last of equal options counts.",
-    ]
-    for flag, field in plug_ins.items():
-        table, current = field.metadata["plug_ins"], getattr(default, field.name)
-        named = (name for name, make in table.items() if make is type(current) or make() == current)
-        name = next(named, type(current).__name__)
-        lines.append(f"{flag} NAME: one of {', '.join(table)} (default: {name}); see '{field.name} options'.")
-    return "\n".join(lines)

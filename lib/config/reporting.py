@@ -14,6 +14,7 @@ from typing import TextIO
 from lib.config.words import wants_debug
 from lib.errors import LaunchError, LockstepError, RankKilled, Stopped, error_line, printable
 from lib.secret_values import blank_message
+from lib.torchrun import ATTEMPT, leave_word, under_torchrun
 
 LEAVE_TIMEOUT_S = 15.0  # for ranks that are slow to fail in the same way, while they import
 
@@ -34,11 +35,13 @@ def reporting_errors(*, debug: bool = False) -> Iterator[None]:
     try:
         yield
     except RankKilled as error:  # it is told; no rank waits for one that cannot come
+        leave_word(error_line(error))
         raise SystemExit(error.code) from error
     except LockstepError as error:
         if debug:
             tell(traceback.format_exc())
-        told = is_first_rank() or (isinstance(error, LaunchError) and not _under_torchrun())
+        leave_word(error_line(error))  # every rank's own: torchrun reports whichever it saw end first
+        told = is_first_rank() or (isinstance(error, LaunchError) and not under_torchrun())
         if told:
             tell(error_line(error))
         if not _leave_together() and not told:  # this rank failed alone: no other will say why
@@ -51,6 +54,7 @@ def reporting_errors(*, debug: bool = False) -> Iterator[None]:
         raise SystemExit(130) from error
     except Exception as error:
         tell(traceback.format_exc())
+        leave_word(f"error[1] {type(error).__name__}: {error}")
         raise SystemExit(1) from error
     finally:
         if terminal is not sys.stderr:
@@ -84,10 +88,10 @@ def _leave_together() -> bool:
     """
     import torch.distributed as torch_dist
 
-    size = int(os.environ["WORLD_SIZE"]) if _under_torchrun() else 1
+    size = int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1
     if size > 1:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        attempt = os.environ[ATTEMPT]
         present, first = f"lockstep/{attempt}/leaving", f"lockstep/{attempt}/rank_0_leaving"
         deadline = time.monotonic() + LEAVE_TIMEOUT_S
         try:
@@ -105,10 +109,6 @@ def _leave_together() -> bool:
     if torch_dist.is_initialized():
         torch_dist.destroy_process_group()  # all ranks are here; NCCL complains when the process ends without it
     return True
-
-
-def _under_torchrun() -> bool:
-    return "TORCHELASTIC_RESTART_COUNT" in os.environ
 
 
 def is_first_rank() -> bool:

@@ -12,18 +12,25 @@ NO_CRITIC = (
 )
 
 
-def _read_sections() -> dict[str, dict[str, tuple[str, str]]]:
-    """{section: {key: (option, note)}}, as verl_keys.txt has them."""
+ANY = "*"
+"""In place of a default: no value of the key changes what is learned."""
+
+
+def _read_sections() -> dict[str, dict[str, tuple[str, str, str]]]:
+    """{section: {key: (option, default, note)}}, as verl_keys.txt has them."""
     sections = {}
     for section in Path(__file__).with_name("verl_keys.txt").read_text(encoding="utf-8").split("\n# ")[1:]:
         title, *lines = section.strip().split("\n")
         rows = ([field.strip() for field in line.split("|")] for line in lines)
-        sections[title] = {key: (option, note) for key, option, note in rows}
+        sections[title] = {key: (option, default, note) for key, option, default, note in rows}
     return sections
 
 
 SECTIONS = _read_sections()
-VERL_KEYS: dict[str, tuple[str, str]] = {key: row for section in SECTIONS.values() for key, row in section.items()}
+_ROWS = {key: row for rows in SECTIONS.values() for key, row in rows.items()}
+VERL_KEYS: dict[str, tuple[str, str]] = {key: (option, note) for key, (option, _, note) in _ROWS.items()}
+VERL_DEFAULTS: dict[str, str] = {key: default for key, (_, default, _) in _ROWS.items()}
+"""What verl does where nothing is said, or ANY; of a key without an option: all values (`a or b`) that we do too."""
 
 SYNONYMS = {
     "learning-rate": "--optim.lr",
@@ -63,13 +70,17 @@ def verl_hint(word: str, known: Collection[str] | None = None) -> str | None:
     same_last_part = {row for full, row in VERL_KEYS.items() if full.rpartition(".")[2] == bare}
     if len(same_last_part) == 1:  # `--train_batch_size`; `--path` could be anything
         return _advice(*same_last_part.pop(), known)
-    parents = (key.rsplit(".", i)[0] for i in range(1, key.count(".") + 1))
-    for parent in parents:
-        if parent in VERL_KEYS:
-            return _advice(*VERL_KEYS[parent], known)
+    if row := row_of(key):
+        return _advice(*VERL_KEYS[row], known)
     if re.match(rf"({'|'.join(_ROOTS)})\.\w", key) or re.match(r"\+\+?\w+\.[\w.]+=", word):
         return "a verl key without a counterpart"
     return None
+
+
+def row_of(key: str) -> str | None:
+    """The key of the row that speaks for this one: its own, or that of the nearest above it."""
+    parents = (key.rsplit(".", i)[0] for i in range(key.count(".") + 1))
+    return next((parent for parent in parents if parent in VERL_KEYS), None)
 
 
 def _advice(option: str, note: str, known: Collection[str] | None) -> str:
@@ -93,10 +104,10 @@ def markdown() -> str:
     """The tables of docs/from_verl.md."""
     lines = []
     for title, rows in SECTIONS.items():
-        lines += [f"## {title}", "", "| verl | here | note |", "|---|---|---|"]
-        for key, (option, note) in rows.items():
+        lines += [f"## {title}", "", "| verl | here | verl's default | note |", "|---|---|---|---|"]
+        for key, (option, default, note) in rows.items():
             here = f"`{option}`" if option else "-"
-            lines.append(f"| `{key}` | {here} | {note} |")
+            lines.append(f"| `{key}` | {here} | {default.replace(ANY, 'any')} | {note} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -86,16 +86,33 @@ class ChatTemplate:
         return re.compile(f"({'|'.join(map(re.escape, names))})" if names else r"(?!)")
 
     def _encode_split(self, messages: list[dict]) -> list[int]:
-        public = {ord(character): name for name, character in self._private.items()}
-        plain = self._render(messages)
-        masked = self._render(_map_texts(messages, lambda text: self._control.sub(lambda m: self._private[m[0]], text)))
-        if plain.translate(public) != plain:
+        plain, masked = self.render(messages), self.render(self.mask(messages))
+        if plain.translate(self._public) != plain:
             raise CannotSplit("the prompt has characters of a private use area, which are needed here")
-        if masked.translate(public) != plain:
+        if masked.translate(self._public) != plain:
             raise CannotSplit("the chat template changes such a text, or decides by it")
+        return self.encode_masked(masked)
+
+    @cached_property
+    def _public(self) -> dict[int, str]:
+        return {ord(character): name for name, character in self._private.items()}
+
+    def mask(self, messages: list[dict]) -> list[dict]:
+        """The messages with a private character for each control token that their texts spell."""
+        return _map_texts(messages, lambda text: self._control.sub(lambda m: self._private[m[0]], text))
+
+    def unmask(self, text: str) -> str:
+        """The text with the control tokens spelled again."""
+        return text.translate(self._public)
+
+    def encode_masked(self, masked: str) -> list[int]:
+        """The ids of a rendered text, in which control tokens are the template's and private characters the names of
+        those that a message spelled: ordinary text. Raises CannotSplit."""
         pieces = self._control.split(masked)  # ordinary text and the template's control tokens, in turn
         expected = self._encode_text(masked)
-        ids = self._encode_pieces([piece.translate(public) for piece in pieces])
+        if self.unmask(masked) == masked:
+            return expected
+        ids = self._encode_pieces([self.unmask(piece) for piece in pieces])
         if self._encode_pieces(pieces) != expected or self._controls_in(ids) != self._controls_in(expected):
             raise CannotSplit("the tokenizer does not encode text between control tokens by itself")
         return ids
@@ -103,9 +120,11 @@ class ChatTemplate:
     def _controls_in(self, ids: list[int]) -> list[int]:
         return [token for token in ids if token in self._control_ids]
 
-    def _render(self, messages: list[dict]) -> str:
+    def render(self, messages: list[dict], *, answer_follows: bool = True) -> str:
+        """The text of a conversation, up to where the assistant begins if an answer of its follows. Raises what the
+        template raises."""
         return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **self._variables
+            messages, add_generation_prompt=answer_follows, tokenize=False, **self._variables
         )
 
     def _encode_text(self, text: str, *, split: bool = False) -> list[int]:

@@ -2,7 +2,7 @@
 
 The class is made once for training, and once for validation if that has files, with three keywords: `data_files` (list
 of paths), `tokenizer`, and `config` (the DataConfig). It has `__len__`, and `__getitem__(i)` returns a dict in the
-schema of the parquet files: {prompt, data_source, reward_model: {ground_truth, ...}, extra_info}. All rows are read at
+schema of the data files: {prompt, data_source, reward_model: {ground_truth, ...}, extra_info}. All rows are read at
 start and pass the checks that rows of a file pass.
 """
 
@@ -13,7 +13,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from lib.data.parquet import Rows, resolve_file, rows_from_dicts
+from lib.data.paths import resolve_file
+from lib.data.reading import rows_from_dicts
+from lib.data.rows import Rows
+from lib.data.schema import Keys
 from lib.errors import UserError
 
 PATH_FLAG = "--data.dataset-path"
@@ -40,7 +43,7 @@ def check_dataset_class(name: str, class_name: str) -> None:
 
 
 def custom_rows(
-    name: str, class_name: str, *, data_files: tuple[str, ...], files_flag: str, tokenizer: Any, config: Any
+    name: str, class_name: str, *, data_files: tuple[str, ...], files_flag: str, tokenizer: Any, config: Any, keys: Keys
 ) -> Rows:
     """The checked rows of the class for these files. Raises UserError with the step and the line that failed."""
     source = f"{name}:{class_name} ({files_flag})"
@@ -64,7 +67,7 @@ def custom_rows(
         raise UserError(
             f"the dataset class failed at {step}; {source}, {line}; {type(error).__name__}: {error}; mend the class"
         ) from error
-    return rows_from_dicts(rows, source, prompt_key=config.prompt_key)
+    return rows_from_dicts(rows, source, keys=keys)
 
 
 def _import_class(path: Path, class_name: str) -> Any:

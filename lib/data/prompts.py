@@ -1,6 +1,6 @@
 """From data files to prompts: config, rows, chat template and length limit.
 
-Rows come checked from lib/data/parquet.py or from a custom dataset class. Every rank holds all prompts.
+Rows come checked from lib/data/reading.py or from a custom dataset class. Every rank holds all prompts.
 """
 
 import hashlib
@@ -16,7 +16,11 @@ import numpy as np
 from lib.config.values import JsonObject
 from lib.data.chat_template import CannotSplit, ChatTemplate, ControlTokens, first_line, template_line
 from lib.data.custom_dataset import check_dataset_class, custom_rows
-from lib.data.parquet import Rows, answer_kinds, check_answer_kinds, count_overlap, is_unicode, read_rows, resolve_file
+from lib.data.faults import is_unicode
+from lib.data.paths import resolve_file
+from lib.data.reading import read_rows
+from lib.data.rows import Rows, check_answer_kinds, count_overlap
+from lib.data.schema import VERL_KEYS, Keys
 from lib.errors import UserError, check_fields
 from lib.types import Sample
 
@@ -38,11 +42,14 @@ class DataConfig:
     """Which rows are read, and how they become prompts."""
 
     train_files: tuple[str, ...] = ()
-    """Parquet files to train on, in verl's schema (prompt, data_source, reward_model, extra_info); `~` is expanded."""
+    """Parquet or JSONL files to train on, in verl's schema (prompt, data_source, reward_model, extra_info), or without
+    the last three where --reward.path scores; `~` is expanded."""
     val_files: tuple[str, ...] = ()
-    """Parquet files to validate on; none: no validation."""
+    """Parquet or JSONL files to validate on; none: no validation."""
     prompt_key: str = "prompt"
-    """Column with the prompt, a list of {role, content} messages."""
+    """Column with the prompt: a text, which a user says, or a list of {role, content} messages."""
+    answer_key: str | None = None
+    """Column with the right answer, the reward's ground_truth; None: that in the column reward_model."""
     max_prompt_len: int = 512
     """Longest prompt in tokens, chat template included."""
     filter_overlong_prompts: bool = False
@@ -93,6 +100,10 @@ class DataConfig:
                 "expected whole characters; write the other half of the surrogate pair too"
             )
 
+    def keys(self, *, needs_grader: bool) -> Keys:
+        """What a row is made of. `needs_grader`: whether built-in graders score."""
+        return Keys(prompt=self.prompt_key, answer=self.answer_key, needs_grader=needs_grader)
+
 
 # ---- Rows ----
 
@@ -104,25 +115,29 @@ class DataFiles:
     train: Rows | None
     val: Rows | None
     warnings: tuple[str, ...]
+    keys: Keys = VERL_KEYS
 
 
-def check_data_files(cfg: DataConfig) -> DataFiles:
+def check_data_files(cfg: DataConfig, *, needs_grader: bool = True) -> DataFiles:
     """The rows of --data.train-files and --data.val-files, read once. Raises UserError for any fault in them.
 
-    Needs neither transformers nor a tokenizer. With a custom dataset class, finds the files and the class, runs no
-    code of it.
+    `needs_grader`: whether built-in graders score. Needs neither transformers nor a tokenizer. With a custom dataset
+    class, finds the files and the class, runs no code of it.
     """
+    keys = cfg.keys(needs_grader=needs_grader)
     train_paths = _different_files(cfg.train_files, "--data.train-files")
     val_paths = _different_files(cfg.val_files, "--data.val-files")
     warnings = [f"{path} is given both for training and for validation" for path in sorted(train_paths & val_paths)]
     if cfg.dataset_path is not None:
         check_dataset_class(cfg.dataset_path, cfg.dataset_name)
         no_rows, _ = read_rows((), "--data.val-files")
-        return DataFiles(train=None, val=None if cfg.val_files else no_rows, warnings=tuple(warnings))
+        return DataFiles(train=None, val=None if cfg.val_files else no_rows, warnings=tuple(warnings), keys=keys)
     if not cfg.train_files:
-        raise UserError("no training data; --data.train-files; found no file, expected at least 1; give parquet files")
-    train, train_warnings = read_rows(cfg.train_files, "--data.train-files", prompt_key=cfg.prompt_key)
-    val, val_warnings = read_rows(cfg.val_files, "--data.val-files", prompt_key=cfg.prompt_key)
+        raise UserError(
+            "no training data; --data.train-files; found no file, expected at least 1; give parquet or JSONL files"
+        )
+    train, train_warnings = read_rows(cfg.train_files, "--data.train-files", keys=keys)
+    val, val_warnings = read_rows(cfg.val_files, "--data.val-files", keys=keys)
     check_answer_kinds(train, "--data.train-files")
     check_answer_kinds(val, "--data.val-files")
     _check_answers_agree(train, val)
@@ -130,7 +145,7 @@ def check_data_files(cfg: DataConfig) -> DataFiles:
     overlap = count_overlap(train, val)
     if overlap:
         warnings.append(f"{overlap} of the {len(val)} validation prompts also occur in the training data")
-    return DataFiles(train=train, val=val, warnings=tuple(warnings))
+    return DataFiles(train=train, val=val, warnings=tuple(warnings), keys=keys)
 
 
 def _different_files(names: tuple[str, ...], flag: str) -> set[Path]:
@@ -152,8 +167,10 @@ def _check_answers_agree(train: Rows, val: Rows) -> None:
     Lists beside text are left alone: a benchmark may have several right answers.
     """
     scalars = ("string", "int", "float", "bool")
-    trained = next(((name, kind) for name, kind in answer_kinds(train) if kind in scalars), None)
-    validated = next(((name, kind) for name, kind in answer_kinds(val) if kind in scalars), None)
+    trained, validated = (
+        next((pair for pair in zip(rows.sources, rows.answer_kinds, strict=True) if pair[1] in scalars), None)
+        for rows in (train, val)
+    )
     if trained and validated and trained[1] != validated[1]:
         raise UserError(
             "ground truths of two types; --data.train-files and --data.val-files, column 'reward_model.ground_truth'; "
@@ -230,6 +247,7 @@ def tokenize(
             files_flag=files_flag,
             tokenizer=tokenizer,
             config=cfg,
+            keys=files.keys,
         )
     limit = cfg.train_max_samples if split == "train" else cfg.val_max_samples
     num_rows = len(rows) if limit is None else min(limit, len(rows))

@@ -1,88 +1,103 @@
 """What a row must look like: verl's schema, checked on Arrow types and record batches.
 
-The first fault raises UserError with file, row, column and remedy. Rows are counted from 0 within their file.
+Beside it a prompt may be a text, the answer a column of its own, and what no built-in grader asks for may be missing:
+`checked_batch` makes verl's schema of all of these. The first fault raises UserError with file, row, column and remedy.
 """
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import lib.data.faults as faults
+from lib.data.faults import MAX_CELL_BYTES, MAX_MESSAGES, ROLES
 from lib.errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_CELL_BYTES = 32 * 1024**2
-MAX_MESSAGES = 10_000
+ID_COLUMNS = ("id", "uid")  # not extra_info.index: published verl files repeat it
+MEDIA_COLUMNS = ("images", "videos", "audios")
+OWN_SOURCE = "own"
+"""The data source of rows that name none."""
+ANSWER_KINDS = ("string", "int", "float", "bool", "list", "struct", "null")
+ANSWER = "text, a number, a list or an object"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """Under which names a file has what a row is made of, and what each row must have."""
+
+    prompt: str = "prompt"
+    answer: str | None = None
+    """Column with the ground truth; None: `ground_truth` in the column reward_model."""
+    needs_grader: bool = True
+    """Whether a built-in grader scores: it needs a data_source and a ground truth, other functions do not."""
+
+    @property
+    def graded_by(self) -> str:
+        """The column that holds the ground truth."""
+        return self.answer or "reward_model"
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The columns that must be there."""
+        answer = (self.answer,) if self.answer else ("reward_model",) * self.needs_grader
+        return (self.prompt, *("data_source",) * self.needs_grader, *answer)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are read."""
+        return tuple(dict.fromkeys((self.prompt, "data_source", "ability", self.graded_by, "extra_info", *ID_COLUMNS)))
+
+
+VERL_KEYS = Keys()
 
 
 # ---- Checks of the schema ----
 
 
-def check_schema(schema: "pa.Schema", prompt_key: str, where: str) -> None:
+def check_schema(schema: "pa.Schema", keys: Keys, where: str) -> None:
     """Raises UserError for duplicate or missing columns, and for columns of a wrong type."""
     for path, names in [("", schema.names), *((field.name + ".", _field_names(field.type)) for field in schema)]:
         twice = sorted({path + name for name in names if names.count(name) > 1})
         if twice:
             raise UserError(f"duplicate column names; {where}; {', '.join(twice)} occurs more than once; rename one")
-    missing = [name for name in (prompt_key, "data_source", "reward_model") if name not in schema.names]
-    if missing:
-        raise _missing_error(missing, schema, prompt_key, where)
-    types = {field.name: plain_type(field.type) for field in schema}
-    messages = "a list of {role, content} messages"
-    item = types[prompt_key].value_type if kind_of(types[prompt_key]) == "list" else None
-    if item is None or kind_of(item) != "struct":
-        raise _type_error(where, prompt_key, schema, messages)
-    for name in ("role", "content"):
-        if name not in _field_names(item):
-            raise UserError(
-                f"messages without {name}; {where} row 0 message 0; fields found: {', '.join(_field_names(item))}, "
-                f"expected role (one of {', '.join(ROLES)}) and content; add the field"
-            )
-        if kind_of(item.field(name).type) not in ("string", "null"):
-            raise _type_error(where, prompt_key, schema, f"{messages}, {name} a string")
-    if kind_of(types["data_source"]) not in ("string", "null"):
-        raise _type_error(where, "data_source", schema, "a string")
-    if kind_of(types["reward_model"]) != "struct" or "ground_truth" not in _field_names(types["reward_model"]):
-        raise _type_error(where, "reward_model", schema, "a struct {style, ground_truth}")
-    if answer_kind(types) not in ("string", "int", "float", "bool", "list", "struct", "null"):
-        raise _type_error(where, "reward_model", schema, "a ground_truth that is text, a number or a list of these")
-    if kind_of(types.get("extra_info", types["reward_model"])) not in ("struct", "null"):
-        raise _type_error(where, "extra_info", schema, "a struct, or no such column")
-
-
-def _missing_error(missing: list[str], schema: "pa.Schema", prompt_key: str, where: str) -> UserError:
-    """Names all of them, and how to come by each: a column of messages under another name needs only its option."""
-    whats = {"data_source": "a name that selects the reward function", "reward_model": "{style, ground_truth}"}
-    whats[prompt_key] = "a list of {role, content} messages"
-    remedies = [f"add '{name}', {whats[name]}, to each row" for name in missing if name != prompt_key]
-    if prompt_key in missing:
+    if missing := [name for name in keys.needed if name not in schema.names]:
         found = [field.name for field in schema if _is_messages(field.type)]
-        what = f"set --data.prompt-key {found[0]}" if found else f"make '{prompt_key}', {whats[prompt_key]}"
-        remedies.insert(0, what + ("" if found else ", or name such a column by --data.prompt-key"))
-    are = "column {} is missing" if len(missing) == 1 else "columns {} are missing"
-    return UserError(
-        f"{are.format(' and '.join(map(repr, missing)))}; {where}; columns found: {_listed(schema.names)}; "
-        f"{', and '.join(remedies)} (python -m recipes.prepare_gsm8k makes such a file)"
-    )
+        raise faults.missing_columns(
+            missing, schema.names, found, prompt=keys.prompt, needs_grader=keys.needs_grader, where=where
+        )
+    types = {field.name: plain_type(field.type) for field in schema}
+
+    def check(column: str, is_right: bool, expected: str) -> None:
+        if not is_right:
+            raise faults.wrong_type(where, column, str(schema.field(column).type)[:200], expected)
+
+    if kind_of(types[keys.prompt]) != "string":
+        item = types[keys.prompt].value_type if kind_of(types[keys.prompt]) == "list" else None
+        check(keys.prompt, item is not None and kind_of(item) == "struct", faults.PROMPT)
+        for name in ("role", "content"):
+            if name not in _field_names(item):
+                raise faults.message_lacks_field(f"{where} row 0", 0, name, _field_names(item))
+            is_text = kind_of(item.field(name).type) in ("string", "null")
+            check(keys.prompt, is_text, f"{faults.MESSAGES}, {name} a string")
+    if "data_source" in types:
+        check("data_source", kind_of(types["data_source"]) in ("string", "null"), "a string")
+    if keys.answer:
+        check(keys.answer, kind_of(types[keys.answer]) in ANSWER_KINDS, ANSWER)
+    elif "reward_model" in types:
+        is_struct = kind_of(types["reward_model"]) == "struct" and "ground_truth" in _field_names(types["reward_model"])
+        check("reward_model", is_struct, "a struct {style, ground_truth}")
+        check("reward_model", answer_kind(types) in ANSWER_KINDS, f"a ground_truth that is {ANSWER}")
+    if "extra_info" in types:
+        is_right = kind_of(types["extra_info"]) in ("struct", "string", "null")
+        check("extra_info", is_right, "a struct (also as JSON text), or no such column")
 
 
 def _is_messages(kind: "pa.DataType") -> bool:
     kind = plain_type(kind)
     return kind_of(kind) == "list" and {"role", "content"} <= set(_field_names(kind.value_type))
-
-
-def _listed(names: list[str]) -> str:
-    """Names for a message, at most 200 characters; what a terminal would obey is escaped."""
-    text = ", ".join(name if name.isprintable() else repr(name) for name in names)
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-def _type_error(where: str, column: str, schema: "pa.Schema", expected: str) -> UserError:
-    found = str(schema.field(column).type)
-    return UserError(
-        f"column '{column}' has the wrong type; {where}; found {found[:200]}, expected {expected}; "
-        "write the column in verl's schema"
-    )
 
 
 def answer_kind(types: dict[str, "pa.DataType"]) -> str:
@@ -124,25 +139,50 @@ def _field_names(kind: "pa.DataType") -> list[str]:
 # ---- Checks of the rows ----
 
 
-def checked_batch(batch: "pa.RecordBatch", prompt_key: str, where: str, first_row: int) -> "pa.RecordBatch":
-    """The batch with plain types. Raises UserError that names the first bad row."""
+At = Callable[[int], str]
+"""The place of a batch's row, in words: `--data.train-files FILE row 7`."""
+
+
+def checked_batch(batch: "pa.RecordBatch", keys: Keys, at: At) -> "pa.RecordBatch":
+    """The batch in verl's schema, with plain types. Raises UserError that names the first bad row."""
     import pyarrow as pa
 
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         if _longest(column) > MAX_CELL_BYTES:
             row = next(row for row in range(batch.num_rows) if _longest(column.slice(row, 1)) > MAX_CELL_BYTES)
-            raise UserError(
-                f"a cell is too large; {where} row {first_row + row} column '{name}'; found "
-                f"{_longest(column.slice(row, 1))} bytes, expected at most {MAX_CELL_BYTES}; shorten it or drop the row"
-            )
-    _check_utf8(batch, where, first_row)
-    fields = [pa.field(field.name, plain_type(field.type)) for field in batch.schema]
-    batch = pa.RecordBatch.from_arrays(
-        [column.cast(field.type) for column, field in zip(batch.columns, fields, strict=True)], schema=pa.schema(fields)
-    )
-    _check_messages(batch.column(prompt_key), prompt_key, where, first_row)
-    _check_answers(batch, where, first_row)
-    return batch
+            raise faults.too_large(at(row), name, _longest(column.slice(row, 1)))
+    _check_utf8(batch, at)
+    columns = {
+        field.name: column.cast(plain_type(field.type))
+        for field, column in zip(batch.schema, batch.columns, strict=True)
+    }
+    prompts = columns.pop(keys.prompt)
+    prompts = _as_messages(prompts) if kind_of(prompts.type) == "string" else prompts
+    _check_messages(prompts, keys.prompt, at)
+    if "data_source" in columns:
+        _check_sources(columns["data_source"], at)
+    else:
+        columns["data_source"] = pa.array([OWN_SOURCE] * len(prompts))
+    if "extra_info" in columns and kind_of(columns["extra_info"].type) == "string":
+        _check_json(columns["extra_info"], at)
+    if keys.answer:
+        answers = columns.pop(keys.answer) if keys.answer not in ID_COLUMNS else columns[keys.answer]
+        columns["reward_model"] = pa.StructArray.from_arrays([answers], names=["ground_truth"])
+    if "reward_model" in columns:
+        _check_answers(columns["reward_model"], keys.graded_by, at)
+    else:
+        columns["reward_model"] = pa.StructArray.from_arrays([pa.nulls(len(prompts))], names=["ground_truth"])
+    return pa.RecordBatch.from_pydict({"prompt": prompts, **columns})
+
+
+def _as_messages(texts: "pa.StringArray") -> "pa.ListArray":
+    """Each text as the only message of a user; of null, null."""
+    import pyarrow as pa
+
+    users = pa.array(["user"] * len(texts), pa.string())
+    messages = pa.StructArray.from_arrays([users, texts], names=["role", "content"])
+    offsets = pa.array(range(len(texts) + 1), pa.int32())
+    return pa.ListArray.from_arrays(offsets, messages, mask=texts.is_null())
 
 
 def _longest(array: "pa.Array") -> int:
@@ -164,7 +204,7 @@ def _longest(array: "pa.Array") -> int:
     return 0
 
 
-def _check_utf8(batch: "pa.RecordBatch", where: str, first_row: int) -> None:
+def _check_utf8(batch: "pa.RecordBatch", at: At) -> None:
     """Raises UserError with row and column of the first text that is not UTF-8 (Arrow reads it without complaint)."""
     import pyarrow as pa
 
@@ -180,70 +220,68 @@ def _check_utf8(batch: "pa.RecordBatch", where: str, first_row: int) -> None:
                 column[row].as_py()
             except UnicodeDecodeError as error:
                 raise UserError(
-                    f"text that is not UTF-8; {where} row {first_row + row} column '{name}'; found byte "
+                    f"text that is not UTF-8; {at(row)} column '{name}'; found byte "
                     f"0x{error.object[error.start]:02x} at {error.start}, expected UTF-8; re-encode the text"
                 ) from None
 
 
-def _check_messages(prompts: "pa.ListArray", prompt_key: str, where: str, first_row: int) -> None:
+def _check_messages(prompts: "pa.ListArray", column: str, at: At) -> None:
     """Raises UserError for a prompt without messages, and for a message without a known role or without content."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     lengths = pc.fill_null(pc.list_value_length(prompts), 0)
-    place = f"{where} row {{row}} column '{prompt_key}'"
     row = _first(pc.equal(lengths, 0))
     if row is not None:
-        raise UserError(
-            f"a prompt without messages; {place.format(row=first_row + row)}; found null or an empty list, "
-            "expected at least 1 message; drop the row"
-        )
+        raise faults.no_messages(at(row), column)
     row = _first(pc.greater(lengths, MAX_MESSAGES))
     if row is not None:
-        raise UserError(
-            f"a prompt with too many messages; {place.format(row=first_row + row)}; found {lengths[row].as_py()}, "
-            f"expected at most {MAX_MESSAGES}; drop the row"
-        )
+        raise faults.too_many_messages(at(row), column, lengths[row].as_py())
     parents, messages = pc.list_parent_indices(prompts), prompts.flatten()
     roles, contents = pc.struct_field(messages, "role"), pc.struct_field(messages, "content")
     # No role, or another: null is in no set.
     unknown = pc.invert(
         pc.is_in(roles, value_set=pa.array(ROLES, roles.type if kind_of(roles.type) == "string" else None))
     )
-    for bad, what, expected in (
-        (unknown, "a message without a known role", f"one of {', '.join(ROLES)}"),
-        (pc.is_null(contents), "a message without content", "a string"),
+    for bad, values, fault in (
+        (unknown, roles, faults.unknown_role),
+        (pc.is_null(contents), contents, faults.no_content),
     ):
         message = _first(bad)
         if message is not None:
             row = parents[message].as_py()
-            found = (roles if bad is unknown else contents)[message].as_py()
-            number = message - pc.index(parents, row).as_py()
-            raise UserError(
-                f"{what}; {place.format(row=first_row + row)} message {number}; found {short(found)}, "
-                f"expected {expected}; mend or drop the row"
-            )
+            raise fault(at(row), column, message - pc.index(parents, row).as_py(), values[message].as_py())
 
 
-def _check_answers(batch: "pa.RecordBatch", where: str, first_row: int) -> None:
-    """Raises UserError for a row without data source, without ground truth, or with one that is NaN or infinite."""
+def _check_sources(sources: "pa.StringArray", at: At) -> None:
+    """Raises UserError for a row without data source, or with one that cannot be shown."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    data_source, reward_model = batch.column("data_source"), batch.column("reward_model")
-    row = _first(pc.equal(pc.fill_null(data_source.cast(pa.string()), ""), ""))
+    row = _first(pc.equal(pc.fill_null(sources.cast(pa.string()), ""), ""))
     if row is not None:
-        raise UserError(
-            f"a row without data_source; {where} row {first_row + row}; found null or '', expected the name that "
-            "selects the reward function; fill it in"
-        )
-    for name in data_source.unique().to_pylist():
-        if not name.isprintable():  # it names metrics, stands in the terminal and on pages
-            row = pc.index(data_source, name).as_py()
-            raise UserError(
-                f"a data_source with a character that cannot be shown; {where} row {first_row + row}; found "
-                f"{short(name)}, expected printable text in one line; rename it in every row"
-            )
+        raise faults.no_data_source(at(row))
+    for name in sources.unique().to_pylist():
+        if not name.isprintable():
+            raise faults.unprintable_data_source(at(pc.index(sources, name).as_py()), name)
+
+
+def _check_json(texts: "pa.StringArray", at: At) -> None:
+    """Raises UserError for a text that is no JSON object: an evaluation writes those whose rows have other types so."""
+    for row, text in enumerate(texts.to_pylist()):
+        try:
+            is_object = text is None or isinstance(json.loads(text), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise faults.wrong_type(at(row), "extra_info", f"text, {faults.short(text)[:80]}", "a JSON object")
+
+
+def _check_answers(reward_model: "pa.StructArray", column: str, at: At) -> None:
+    """Raises UserError for a row without ground truth, or with one that is NaN or infinite."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     answers = pc.struct_field(reward_model, "ground_truth")
     missing = pc.is_null(answers)
     if "style" in _field_names(reward_model.type):  # a reward model judges without a ground truth
@@ -251,21 +289,14 @@ def _check_answers(batch: "pa.RecordBatch", where: str, first_row: int) -> None:
         missing = pc.and_not(missing, pc.fill_null(pc.equal(styles, pa.scalar("model", styles.type)), False))
     row = _first(missing)
     if row is not None:
-        raise UserError(
-            f"a row without ground truth; {where} row {first_row + row} column 'reward_model'; found null, expected an "
-            "answer; fill it in ('' if your reward function needs none), or drop the row"
-        )
+        raise faults.no_answer(at(row), column)
     rows = None
     if kind_of(answers.type) == "list":
         rows, answers = pc.list_parent_indices(answers), answers.flatten()
     if kind_of(answers.type) == "float":
         place = _first(pc.invert(pc.is_finite(answers)))
         if place is not None:
-            row = place if rows is None else rows[place].as_py()
-            raise UserError(
-                f"a ground truth that is no number; {where} row {first_row + row} column 'reward_model'; found "
-                f"{answers[place].as_py()}, expected a finite number; mend or drop the row"
-            )
+            raise faults.no_number(at(place if rows is None else rows[place].as_py()), column, answers[place].as_py())
 
 
 def _first(mask: "pa.Array") -> int | None:
@@ -274,9 +305,3 @@ def _first(mask: "pa.Array") -> int | None:
 
     place = pc.index(mask, True).as_py()
     return None if place < 0 else place
-
-
-def short(value: object) -> str:
-    """A value for a message, at most 200 characters."""
-    text = " ".join(str(value).split()) if isinstance(value, Exception) else repr(value)
-    return text if len(text) <= 200 else text[:197] + "..."

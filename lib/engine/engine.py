@@ -14,6 +14,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -246,6 +247,42 @@ class RolloutEngine:
         for request, ids, log_probs in left:
             yield _extended(pending[request], ids, log_probs, "unfinished")
 
+    def submit_turn(self, rollout: Rollout, sampling: Sampling, stream: str, *, max_turn_len: int) -> str:
+        """Gives the engine the next turn of an episode, behind all ids that it has; the name of its request."""
+        num_old = len(rollout.response_ids)
+        params = self._sampling_params(sampling, rollout.sample, stream, num_generated=num_old)
+        params.n, params.seed, params.max_tokens = 1, params.seed + rollout.index, max_turn_len
+        return self._submit(rollout.sample.prompt_ids + rollout.response_ids, params)
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Within it the engine may be stepped; the host's random states are as before once it ends."""
+        # Sampling draws from the host's random state even with a seed per request.
+        with restored_host_state(), self._fast_paths.while_sampling(self._engine):
+            gc.disable()  # sampling leaves no cycles, and a search takes as long as many of its steps
+            yield
+
+    def step(self) -> list[Any]:
+        """The outputs that end in one step of the engine."""
+        return [output for output in self._engine.step() if output.finished]
+
+    def abort(self, requests: list[str]) -> None:
+        """Drops requests that run."""
+        self._engine.abort_request(requests)
+
+    def of_leader(self, items: list[Any]) -> list[Any]:
+        """The leader's items, on all ranks of the replica; nothing is sent where it has none."""
+        if self.tp_size == 1:
+            return items
+        count = torch.tensor([len(items)])
+        leader = torch_dist.get_global_rank(self._replica_group, 0)
+        torch_dist.all_reduce(count, op=torch_dist.ReduceOp.MAX, group=self._replica_group)
+        if not int(count):
+            return []
+        box = [items]
+        torch_dist.broadcast_object_list(box, src=leader, group=self._replica_group)
+        return box[0]
+
     def _submit(self, prompt_ids: list[int], params: Any) -> str:
         """Gives the engine a request; its name."""
         assert self._awake == {"weights", "kv_cache"}, f"sampling needs an engine that is awake, not {self._awake}"
@@ -258,22 +295,18 @@ class RolloutEngine:
         self, requests: list[str], stop: Callable[[], bool], enough: Callable[[], bool] = lambda: False
     ) -> Iterator[Any]:
         """Their finished outputs, until all have ended or, after a step of the engine, it is enough."""
-        # Sampling draws from the host's random state even with a seed per request.
-        stop = self._agreeing(stop)
+        stop = self.agreeing(stop)
         try:
-            with restored_host_state(), self._fast_paths.while_sampling(self._engine):
-                gc.disable()  # sampling leaves no cycles, and a search takes as long as many of its steps
+            with self.sampling():
                 while self._engine.has_unfinished_requests() and not enough():
                     if stop():
                         raise Stopped("while responses were being sampled")
-                    for output in self._engine.step():
-                        if output.finished:
-                            yield output
+                    yield from self.step()
         except BaseException:  # whoever iterates has stopped early: nothing may run on into the next call
-            self._engine.abort_request(requests)
+            self.abort(requests)
             raise
 
-    def _agreeing(self, stop: Callable[[], bool]) -> Callable[[], bool]:
+    def agreeing(self, stop: Callable[[], bool]) -> Callable[[], bool]:
         """The question `stop`, asked before each step of the engine, with one answer for all ranks of the replica.
 
         They take the same steps, and one that stopped alone would leave the others waiting for it. So they reduce their

@@ -22,8 +22,8 @@ from lib.errors import UserError, WeightSyncError
 from lib.model.attention import noting_windows
 from lib.model.batching import make_batch
 from lib.model.forward import forward_policy
-from lib.model.fsdp import FSDPConfig, onload, reshard, shard_
-from lib.model.networks import CausalPolicy, build_policy, empty_
+from lib.model.fsdp import FSDPConfig, iter_full_tensors, onload, reshard, shard_
+from lib.model.networks import CausalPolicy, build_policy, empty_, put_
 from lib.types import Batch, Rollout, Sample, Score
 
 NUM_TOKENS = 64  # sampled at least, in at least two sequences: a leak needs a neighbour
@@ -160,12 +160,12 @@ def _largest_mean(difference: Tensor, batch: Batch, world: World) -> float:
 
 @torch.no_grad()
 def _float32_copy(policy: CausalPolicy, folder: str, world: World) -> CausalPolicy:
-    """A frozen policy that computes in float32 with the same weights, sharded in the same way."""
+    """A frozen policy that computes in float32 with the same weights, an adapter's added to them."""
     copy = build_policy(folder, param_dtype=torch.float32).requires_grad_(False)
     shard_(copy, FSDPConfig(reshard_after_forward=True), world, dtype=torch.float32)
     empty_(copy, world.device)
-    for own, other in zip(copy.parameters(), policy.parameters(), strict=True):
-        own.to_local().copy_(other.to_local())
+    for name, whole in iter_full_tensors(policy, torch.float32):
+        put_(copy.get_parameter(name), whole)
     return copy.eval()
 
 

@@ -1,7 +1,7 @@
 """vLLM inside this process: how it is built, what it cannot run here without, and what we undo of what it changes.
 
-What only makes it faster is in fast/. Everything here reaches into vLLM's internals and holds for versions 0.26 (GPU)
-and 0.30 (CPU).
+What only makes it faster is in fast/. Everything here reaches into vLLM's internals and holds for versions 0.25 and
+0.26 (GPU), 0.30 and 0.32 (CPU).
 """
 
 import gc
@@ -22,7 +22,7 @@ from torch import nn
 from lib.engine.lent_classes import lent_classes
 from lib.errors import UserError
 
-OLDEST = (0, 26)
+OLDEST = (0, 25)
 
 
 def vllm_version() -> str:

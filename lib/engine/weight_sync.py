@@ -15,7 +15,7 @@ from torch import Tensor
 from lib.engine.engine import RolloutEngine
 from lib.engine.layout import Box, Layout, learn_layout, unused_sources, unwritten_targets
 from lib.errors import WeightSyncError
-from lib.model.fsdp import FSDPConfig, full_tensor, iter_full_tensors, iter_gathered, offload, onload, reshard
+from lib.model.fsdp import FSDPConfig, exported_tensor, iter_full_tensors, iter_gathered, offload, onload, reshard
 from lib.model.networks import CausalPolicy
 
 CHECKSUM_ELEMENTS = 2**24  # elements whose checksum is computed at once: bounds the int64 temporaries to 128 MiB each
@@ -53,7 +53,9 @@ class WeightSync:
         # for good, so that captured graphs stay valid.
         self._places: dict[str, list[tuple[Box, Tensor]]] = {}
         self._padding: list[Tensor] = []
-        self._shards: list[Tensor] | None = None  # on a single rank: what goes into each place, in their order
+        # On a single rank, what goes into each place, in their order; not where a tensor is made anew for every sync.
+        self._shards: list[Tensor] | None = None
+        self._is_held = all(len(made.sources) == 1 for made in policy.exported().values())
 
     def wake(
         self, *, names: list[str] | None, time: Callable[[str], AbstractContextManager], reserved_bytes: int = 0
@@ -91,7 +93,7 @@ class WeightSync:
             return
         if self._padding:
             torch._foreach_zero_(self._padding)
-        if self.engine.world.size > 1:
+        if self.engine.world.size > 1 or not self._is_held:
             for weights in iter_gathered(self.policy, self._dtype):
                 targets = [(name, *target) for name in weights for target in self._places[name]]
                 if targets:  # tensor-parallel ranks may have no row of a small vocabulary
@@ -122,7 +124,7 @@ class WeightSync:
         loaded = {name: checksum(tensor) for name, tensor in held.items()}
         replicas = world.gather((self.engine.replica, self.layout))
         layouts = [layout for replica, layout in replicas if replica == self.engine.replica]
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.policy.named_parameters()}
+        shapes = {name: made.shape for name, made in self.policy.exported().items()}
         unused = unused_sources(layouts, shapes, world.device)
         world.agree(lambda: _refuse_layout(unwritten_targets(self.layout, held), unused))
         self.computed = frozenset().union(*(layout.computed for _, layout in replicas))
@@ -138,7 +140,7 @@ class WeightSync:
 
     def _find_places(self) -> None:
         held = self.engine.parameters()
-        places: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name, _ in self.policy.named_parameters()}
+        places: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in self.policy.exported()}
         self._padding, self._shards = [], None
         for box in (box for boxes in self.layout.boxes.values() for box in boxes):
             if box.source is None:
@@ -156,13 +158,12 @@ class WeightSync:
         """
         assert self.layout is not None, "nothing is known of the engine's layout: load() first"
         held = self.engine.parameters()
-        parameters = dict(self.policy.named_parameters())
         names = sorted(held) if names is None else names
         wrong = []
         for name in names:
             if name in self.computed:
                 continue
-            whole = {source: full_tensor(parameters[source], self._dtype) for source in self._made_of[name]}
+            whole = {source: exported_tensor(self.policy, source, self._dtype) for source in self._made_of[name]}
             expected = torch.empty_like(held[name])
             for box in self.layout.boxes[name]:
                 place = box.place(expected)

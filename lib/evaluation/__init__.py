@@ -4,6 +4,7 @@ from lib.rooms import exports
 
 __all__, __getattr__ = exports(
     __name__,
+    compare="CompareConfig compare_runs",
     passk="pass_at_k",
     report="render_page summarise summary_table",
 )

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lib.data.parquet import Rows
 from lib.data.prompts import DataFiles, Prompts, tokenize
+from lib.data.rows import Rows
 from lib.data.tokenizer import load_tokenizer, stop_token_ids
 from lib.dist import World
 from lib.engine.engine import RolloutEngine
@@ -18,11 +18,13 @@ from lib.engine.rollout_config import RolloutConfig, SamplingConfig
 from lib.errors import WeightSyncError
 from lib.evaluation.inputs import EvalDataConfig
 from lib.model.networks import read_weight_
+from lib.storage.adapter import Adapter
 from lib.storage.checkpoint_folder import FileEntry, hash_files, share
 from lib.storage.model_folder import ModelFiles, check_model_files, check_parameters
 from lib.storage.model_source import find_actor, verify_actor
+from lib.storage.peft_folder import CONFIG, WEIGHTS, PeftAdapter, read_peft
 from lib.storage.weight_headers import iter_weight_files
-from lib.storage.whole_tensors import open_weights
+from lib.storage.weights import AdaptedFolder, hash_tensors, open_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +35,32 @@ class EvalModel:
     """Where its config and tokenizer are, and the weights, or a checkpoint's shards beside it."""
     tokenizer: Any
     fingerprint: str
-    """16 hexadecimal digits that change with any byte of the weights or of config.json."""
+    """16 hexadecimal digits that change with any byte of the weights, of an adapter's, or of config.json."""
     warnings: tuple[str, ...]
+    adapter: PeftAdapter | None = None
+    """What is added to the weights."""
 
 
-def find_model(path: str, data: EvalDataConfig, rollout: RolloutConfig, world: World) -> EvalModel:
-    """The model at a Hugging Face folder, a hub id, RUN (its newest whole checkpoint), global_step_N or .../actor.
+@dataclass(frozen=True, kw_only=True)
+class EvalLoRAConfig:
+    """An adapter from elsewhere; that of a run of ours is taken with the run, by --model.path."""
+
+    path: str | None = None
+    """Folder of an adapter as peft writes it, which is added to the model of --model.path; None: the model alone."""
+
+
+def find_model(
+    path: str, data: EvalDataConfig, rollout: RolloutConfig, world: World, *, adapter_path: str | None = None
+) -> EvalModel:
+    """The model at a Hugging Face folder, a hub id, RUN (its newest whole checkpoint), global_step_N or .../actor,
+    with the adapter of a folder of peft's added.
 
     Executed by all ranks together, which share the hashing. Raises UserError as training does, DamagedCheckpoint for a
     checkpoint that is not what was saved.
     """
+    adapter = None
+    if adapter_path is not None:
+        adapter = world.agree(lambda: read_peft(adapter_path, "--lora.path"))
     actor, warnings = world.on_rank_0(lambda: find_actor(path, "--model.path"))  # its run may go on meanwhile
     files = world.agree(
         lambda: check_model_files(
@@ -53,14 +71,23 @@ def find_model(path: str, data: EvalDataConfig, rollout: RolloutConfig, world: W
     )  # fmt: skip
     # Before the hashing, which takes minutes for a large model.
     world.agree(lambda: check_parameters(files))
+    if adapter is not None:
+        world.agree(lambda: adapter.check_fits(files.shapes, files.folder))
     tokenizer = world.agree(lambda: load_tokenizer(files.folder, chat_template_kwargs=data.chat_template_kwargs))
     hashes = _hash_folder(files.folder, world) if actor is None else verify_actor(actor, world)
+    if adapter is not None:
+        base_hashes = hash_tensors(files.folder, world) if adapter.base_hashes else {}
+        world.on_rank_0(lambda: adapter.check_base(base_hashes, files.folder))
+        both = {CONFIG: FileEntry(0, ""), WEIGHTS: FileEntry(0, "")}
+        entries = world.on_rank_0(lambda: hash_files(adapter.folder, both))
+        hashes |= {name: entry.hash for name, entry in entries.items()}
     text = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
     return EvalModel(
         files=files,
         tokenizer=tokenizer,
         fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16],
         warnings=(*files.warnings, *warnings),
+        adapter=adapter,
     )
 
 
@@ -110,6 +137,11 @@ def iter_weights(model: EvalModel, dtype: torch.dtype) -> Iterator[tuple[str, Te
     Raises UserError or DamagedCheckpoint for a tensor that is missing, of another shape, or not finite.
     """
     weights = open_weights(model.files.folder)
+    if (peft := model.adapter) is not None:
+        adapter = Adapter(
+            base=str(model.files.folder), dtype=str(dtype).removeprefix("torch."), scale=peft.scale, tensors={}
+        )  # its base was compared
+        weights = AdaptedFolder(peft.folder, adapter, peft)
     for name, shape in model.files.shapes.items():
         tensor = torch.empty(shape, dtype=dtype)
         read_weight_(weights, tensor, name)

@@ -21,9 +21,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lib.config.values import JsonObject, resolve_path
 from lib.data.chat_template import ControlTokens, first_date
-from lib.data.parquet import Rows, read_rows, resolve_file, to_parquet
+from lib.data.faults import short
+from lib.data.jsonl import read_columns
+from lib.data.parquet import to_parquet
+from lib.data.paths import data_format, resolve_file
 from lib.data.prompts import DataConfig
-from lib.data.schema import kind_of, short
+from lib.data.reading import read_rows
+from lib.data.rows import Rows
+from lib.data.schema import kind_of
 from lib.dist import World
 from lib.errors import UserError, check_fields
 from lib.secret_values import blank
@@ -43,9 +48,12 @@ class EvalDataConfig:
     """Which rows are evaluated, and how they become prompts."""
 
     files: tuple[str, ...] = ()
-    """Parquet files in verl's schema (prompt, data_source, reward_model, extra_info), evaluated in this order."""
+    """Parquet or JSONL files in verl's schema (prompt, data_source, reward_model, extra_info), or without the last
+    three where --reward.path scores, evaluated in this order."""
     prompt_key: str = "prompt"
-    """Column with the prompt, a list of {role, content} messages."""
+    """Column with the prompt: a text, which a user says, or a list of {role, content} messages."""
+    answer_key: str | None = None
+    """Column with the right answer, the reward's ground_truth; None: that in the column reward_model."""
     max_prompt_len: int = 512
     """Longest prompt in tokens, chat template included."""
     filter_overlong_prompts: bool = False
@@ -89,19 +97,21 @@ class EvalGroup:
 # ---- Input ----
 
 
-def read_input(cfg: EvalDataConfig, *, with_responses: bool) -> tuple["pa.Table", Rows, list[str]]:
+def read_input(
+    cfg: EvalDataConfig, *, with_responses: bool, needs_grader: bool = True
+) -> tuple["pa.Table", Rows, list[str]]:
     """All columns of the input, its rows as checked for training, and warnings. Raises UserError for any fault.
 
-    `with_responses`: the rows must have a column of responses; otherwise they must not.
+    `with_responses`: the rows must have a column of responses; otherwise they must not. `needs_grader`: whether
+    built-in graders score.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     if not cfg.files:
-        raise UserError("no data; --data.files; found no file, expected at least 1; give parquet files")
-    rows, warnings = read_rows(cfg.files, "--data.files", prompt_key=cfg.prompt_key)
+        raise UserError("no data; --data.files; found no file, expected at least 1; give parquet or JSONL files")
+    rows, warnings = read_rows(cfg.files, "--data.files", keys=cfg.as_validation().keys(needs_grader=needs_grader))
     try:
-        tables = [pq.read_table(resolve_file(name, "--data.files")) for name in cfg.files]
+        tables = [_read_columns(name, warnings) for name in cfg.files]
         table = pa.concat_tables(tables, promote_options="permissive")
     except (pa.ArrowException, OSError) as error:
         raise UserError(
@@ -118,6 +128,20 @@ def read_input(cfg: EvalDataConfig, *, with_responses: bool) -> tuple["pa.Table"
         _check_responses(table, " ".join(cfg.files))
     num_rows = len(table) if cfg.max_samples is None else min(cfg.max_samples, len(table))
     return table.slice(0, num_rows), rows, warnings
+
+
+def _read_columns(name: str, warnings: list[str]) -> "pa.Table":
+    """All columns of one file. Adds a warning for those that are JSON as text in the output."""
+    import pyarrow.parquet as pq
+
+    path, where = resolve_file(name, "--data.files"), f"--data.files {name}"
+    if data_format(path, where) == "parquet":
+        return pq.read_table(path)
+    table, as_text = read_columns(path, where)
+    if as_text:
+        listed = ", ".join(as_text)
+        warnings.append(f"{where}: column {listed} has values of several types, and is JSON as text in the output")
+    return table
 
 
 def _check_responses(table: "pa.Table", files: str) -> None:

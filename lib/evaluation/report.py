@@ -4,7 +4,6 @@ A response's value is the reward function's `acc` where it returns one, else its
 that are 0 or 1; for other scores they are left out.
 """
 
-import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -14,11 +13,12 @@ import numpy as np
 
 from lib.evaluation.inputs import EvalGroup, prediction_of
 from lib.evaluation.passk import confidence_interval, majority_at_k, pass_at_k, powers_up_to
+from lib.pages.charts import histogram
+from lib.pages.page import cut, escape, facts, render, table
 from lib.tracking.console import format_table
 from lib.types import Sample, Score
 
 SHOWN = 5  # worst and best prompts on the page
-MAX_SHOWN = 3000  # characters of a text there
 BINS = 24
 
 Summary = dict[str, Any]
@@ -154,43 +154,52 @@ def _cell(value: Any) -> str:
 
 # ---- Page ----
 
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #222 }
-table { border-collapse: collapse } td, th { padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: right }
-td:first-child, th:first-child { text-align: left }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .6em; margin: .2em 0 }
-details { margin: .4em 0 } summary { cursor: pointer } .note { color: #666 }
-"""
+PLAIN = {
+    "num_prompts": "prompts", "num_responses": "responses", "n": "most responses of a prompt",
+    "variable": "what is measured", "num_unscored": "responses without a score", "score_mean": "score, mean",
+    "score_std": "score, standard deviation", "format_rate": "responses with an answer",
+    "truncation_rate": "responses cut off at the limit", "response_length": "tokens of a response",
+}  # fmt: skip
+STATISTICS = {
+    "mean": "mean of {k} responses", "pass": "right in at least one of {k}", "maj": "right by the majority of {k}",
+}  # fmt: skip
 
 
 def render_page(
-    title: str, summaries: Mapping[str, Summary], groups: Sequence[EvalGroup], samples: Sequence[Sample],
-    messages: Callable[[int], Sequence[Mapping[str, str]]],
+    title: str, settings: Mapping[str, Any], summaries: Mapping[str, Summary], groups: Sequence[EvalGroup],
+    samples: Sequence[Sample], messages: Callable[[int], Sequence[Mapping[str, str]]],
 ) -> str:  # fmt: skip
-    """The page, in one file without scripts or links: the table, the lengths, the worst and the best prompts.
+    """The page, in one file: how it was measured, the table, the lengths, the worst and the best prompts.
 
-    `samples` has one entry a group; `messages(place)` is the prompt of one. Every text is escaped: a model writes what
-    it likes.
+    `settings` say in plain names what the responses depend on. `samples` has one entry a group; `messages(place)` is
+    the prompt of one. Every text is escaped: a model writes what it likes.
     """
     header, rows = _table(summaries)
-    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
-    parts = [
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>",
-        f"<h1>{html.escape(title)}</h1>",
-        '<p class="note">In brackets: the 95 % confidence interval over prompts.</p>',
-        f"<table><tr>{''.join(f'<th>{html.escape(cell)}</th>' for cell in header)}</tr>\n{cells}</table>",
+    body = [
+        facts(settings),
+        "<h2>Results</h2>",
+        table(header, [[_plain(row[0]), *row[1:]] for row in rows]),
+        '<p class="note">In brackets the 95 % confidence interval over prompts, in parentheses the range.</p>',
     ]
     lengths = [length for group in groups for length in group.response_lengths if length is not None]
     if lengths:
-        parts += ["<h2>Response lengths</h2>", _histogram(lengths)]
+        body += ["<h2>Response lengths</h2>", f'<div class="charts">{_histogram(lengths)}</div>']
     order = _by_value(groups)
     first = list(range(min(SHOWN, len(groups))))
     shown = {"Worst prompts": order[:SHOWN], "Best prompts": order[::-1][:SHOWN]} if order else {"First prompts": first}
     for name, places in shown.items():
-        parts.append(f"<h2>{name}</h2>")
-        parts += [_shown(groups[at], samples[at], messages(at), best=name.startswith("Best")) for at in places]
-    return "\n".join([*parts, "</body></html>\n"])
+        body.append(f"<h2>{name}</h2>")
+        body += [_shown(groups[at], samples[at], messages(at), best=name.startswith("Best")) for at in places]
+    return render(title, body)
+
+
+def _plain(name: str) -> str:
+    """A summary's name in words, with the name itself where out.json has it."""
+    statistic, _, k = name.partition("@")
+    words = STATISTICS[statistic].format(k=k) if k else PLAIN.get(name, name)
+    if k == "1":
+        words = "mean of one response" if statistic == "mean" else "right in one response"
+    return words if words == name else f"{words} ({name})"
 
 
 def _by_value(groups: Sequence[EvalGroup]) -> list[int]:
@@ -213,38 +222,23 @@ def _shown(group: EvalGroup, sample: Sample, messages: Sequence[Mapping[str, str
     told = [f"prompt {group.uid}", sample.data_source]
     if group.scores is not None:
         told.append("scores " + ", ".join("none" if score is None else f"{score:g}" for score in scores[:16]))
-    facts = [f"response {index}", f"{group.response_lengths[index]} tokens", str(group.finish_reasons[index])]
+    known = [f"response {index}", f"{group.response_lengths[index]} tokens", str(group.finish_reasons[index])]
     if group.scores is not None:
         score = group.scores[index]
-        facts += [f"score {score.score}", f"answer {prediction_of(score)}", *([score.error] if score.error else [])]
+        known += [f"score {score.score}", f"answer {prediction_of(score)}", *([score.error] if score.error else [])]
     texts = [f"{message['role']}: {message['content']}" for message in messages]
     return (
-        f"<details open><summary>{html.escape(' | '.join(told))}</summary>"
-        f'<pre>{_escaped(chr(10).join(texts))}</pre><p class="note">expected {_escaped(str(sample.ground_truth))}; '
-        f"{_escaped('; '.join(facts))}</p><pre>{_escaped(group.responses[index])}</pre></details>"
+        f"<details open><summary>{escape(' | '.join(told))}</summary>"
+        f'<pre>{escape(cut(chr(10).join(texts)))}</pre><p class="note">expected '
+        f"{escape(cut(str(sample.ground_truth)))}; {escape(cut('; '.join(known)))}</p>"
+        f"<pre>{escape(cut(group.responses[index]))}</pre></details>"
     )
-
-
-def _escaped(text: str) -> str:
-    left_out = len(text) - MAX_SHOWN
-    if left_out > 0:
-        text = f"{text[: MAX_SHOWN // 2]}\n... {left_out} characters left out ...\n{text[-MAX_SHOWN // 2 :]}"
-    return html.escape(text)
 
 
 def _histogram(lengths: Sequence[int]) -> str:
-    """The lengths' histogram as an inline SVG image."""
+    """How many responses have which length."""
     width = max(1, math.ceil((max(lengths) - min(lengths) + 1) / BINS))
     counts, edges = np.histogram(lengths, bins=np.arange(min(lengths), max(lengths) + 1 + width, width))
-    step, height = 640 / len(counts), 160
-    bars = "".join(
-        f'<rect x="{place * step:.1f}" y="{height - height * count / counts.max():.1f}" width="{step - 1:.1f}" '
-        f'height="{height * count / counts.max():.1f}" fill="#4477aa"><title>{edges[place]} to '
-        f"{edges[place + 1] - 1} tokens: {count}</title></rect>"
-        for place, count in enumerate(counts.tolist())
-    )
-    return (
-        f'<svg viewBox="0 0 640 {height + 24}" width="640" role="img" aria-label="histogram of response lengths">{bars}'
-        f'<text x="0" y="{height + 18}" font-size="13">{min(lengths)}</text><text x="640" y="{height + 18}" '
-        f'text-anchor="end" font-size="13">{max(lengths)} tokens</text></svg>'
+    return histogram(
+        "Responses by length", f"number of responses; bars of {width} tokens", counts.tolist(), edges.tolist()
     )

@@ -2,10 +2,17 @@
 
 import time
 
-from lib.data.parquet import Rows
+from lib.data.rows import Rows
 from lib.dist import World
 from lib.evaluation.inputs import EvalDataConfig, EvalGroup
-from lib.rewards.scoring import RewardConfig, Scorer, check_error_rate, error_counts, outgrown_in_words
+from lib.rewards.scoring import (
+    RewardConfig,
+    Scorer,
+    check_error_rate,
+    error_counts,
+    failed_calls_in_words,
+    outgrown_in_words,
+)
 from lib.rewards.trial import check_reward, rows_to_answer
 from lib.tracking.terminal import Terminal
 from lib.types import Rollout, Sample, Score
@@ -46,6 +53,8 @@ def collect_scores(scorer: Scorer, cfg: RewardConfig, world: World, terminal: Te
         print(f"the reward of {count} responses failed: {text}")
     if num_outgrown := sum(world.gather(scorer.num_outgrown)):
         terminal.say(f"warning: {outgrown_in_words(num_outgrown)}")
+    if num_failed := sum(world.gather(scorer.num_failed_calls)):
+        terminal.say(f"warning: {failed_calls_in_words(num_failed, scorer.call_error)}")
     check_error_rate(own, cfg, world)
     found: dict[int, dict[int, Score]] = {}
     for of_rank in world.gather([(r.sample.uid, r.index, r.score) for r in own]):

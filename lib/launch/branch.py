@@ -18,7 +18,8 @@ DATA_MAY_MOVE = ("data.*_files", "data.*_max_samples", "data.chat_template_kwarg
 MAY_DIFFER = (
     *("run_dir", "overwrite", "debug", "num_steps", "total_epochs", "max_minutes", "tracking.*", "eval.*"),
     *("checkpoint.*", "*fsdp.*", "*max_tokens_per_gpu", "*model.gradient_checkpointing", *DATA_MAY_MOVE),
-    *("reward.num_workers", "reward.timeout_s", "reward.max_error_rate", "reward.max_memory_gib", "reward.env"),
+    *("reward.num_workers", "reward.batch_size", "reward.timeout_s", "reward.max_error_rate", "reward.max_memory_gib"),
+    "reward.env",
     "rollout.max_log_probs_diff",
     *("rollout.tensor_model_parallel_size", "rollout.gpu_memory_utilization", "rollout.max_num_*"),
     *("rollout.max_cudagraph_capture_size", "rollout.enforce_eager", "rollout.enable_prefix_caching"),

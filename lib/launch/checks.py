@@ -13,8 +13,8 @@ from lib.algorithms.kl import kl_in_words
 from lib.config.as_json import config_hash
 from lib.config.values import either, nearest_divisors
 from lib.data.curriculum import WEIGHTS
-from lib.data.parquet import Rows
 from lib.data.prompts import DataFiles, Prompts, check_data_files, tokenize
+from lib.data.rows import Rows
 from lib.data.tokenizer import load_tokenizer, stop_token_ids
 from lib.dist import World
 from lib.engine.in_process import check_vllm
@@ -23,7 +23,9 @@ from lib.errors import UserError
 from lib.launch.resume import Resume, find_resume, with_date
 from lib.launch.train_config import TrainConfig
 from lib.model.critic_config import CriticConfig
+from lib.model.lora import LoRAConfig
 from lib.rewards.trial import check_reward, rows_to_answer
+from lib.storage.adapter import adapted_weights, adapter_shapes
 from lib.storage.model_folder import (
     ModelFiles,
     check_critic_files,
@@ -32,7 +34,8 @@ from lib.storage.model_folder import (
     check_reference,
 )
 from lib.storage.model_source import find_actor, verify_actor
-from lib.storage.weight_headers import some
+from lib.storage.peft_folder import read_peft
+from lib.storage.weight_headers import Shape, some
 from lib.tracking.run import check_run
 
 
@@ -78,7 +81,7 @@ def check_input(cfg: TrainConfig, world: World) -> tuple[DataFiles, ModelFiles, 
     """The data and model files, after every check that needs neither transformers nor a GPU, on all ranks together."""
     check_same_config(cfg, world)
     world.agree(lambda: check_launch(cfg, world))
-    files = world.agree(lambda: check_data_files(cfg.data))
+    files = world.agree(lambda: check_data_files(cfg.data, needs_grader=cfg.reward.path is None))
     resume = with_date(find_resume(cfg, world), cfg, world)
     model_files = find_models(cfg, resume, world)
     check_run(cfg.run_dir, cfg.tracking, world, overwrite=cfg.overwrite, goes_on=resume.in_place)
@@ -95,7 +98,9 @@ def find_models(cfg: TrainConfig, resume: Resume, world: World) -> ModelFiles:
     option = "--model.path" if cfg.model.reference_path is None else "--model.reference-path"
     pinned = began_from.get("model" if cfg.model.reference_path is None else "reference")
     if cfg.needs_reference and pinned is not None:
-        world.agree(lambda: _check_still_there(pinned, option))
+        world.agree(lambda: _check_still_there(pinned, option, "reference"))
+    if cfg.lora.rank and "model" in began_from:
+        world.agree(lambda: _check_still_there(began_from["model"], "--model.path", "model under the adapter"))
     path = began_from.get("model", cfg.model.path)
     path = path if world.on_rank_0(lambda: Path(path).is_dir()) else cfg.model.path  # its config is all that is needed
     policy = _find_model(cfg, path, "--model.path", cfg.rollout.tensor_model_parallel_size, world)
@@ -108,11 +113,11 @@ def find_models(cfg: TrainConfig, resume: Resume, world: World) -> ModelFiles:
     return replace(policy, reference=reference)
 
 
-def _check_still_there(folder: str, option: str) -> None:
+def _check_still_there(folder: str, option: str, what: str) -> None:
     if not Path(folder).is_dir():
         raise UserError(
-            f"the reference that the run began with is gone; {option}; found no {folder}, expected that checkpoint; "
-            "restore it from a copy, or branch off with another --model.reference-path"
+            f"the {what} that the run began with is gone; {option}; found no {folder}, expected that checkpoint; "
+            f"restore it from a copy, or branch off with another {option}"
         )
 
 
@@ -172,13 +177,30 @@ def data_sources(cfg: TrainConfig, train: Rows, val: Rows) -> set[str]:
     return train.data_sources(cfg.data.train_max_samples) | val.data_sources(cfg.data.val_max_samples)
 
 
-def check_networks(model_files: ModelFiles, resume: Resume) -> None:
+def check_networks(cfg: TrainConfig, model_files: ModelFiles, resume: Resume) -> None:
     """Raises UserError unless transformers builds the policy, and the reference, of weights that are theirs and the
-    checkpoint's. Imports transformers."""
+    checkpoint's, and its adapter has modules to adapt. Imports transformers."""
     for each in (model_files, model_files.reference):
         if each is not None:
             check_parameters(each)
-    resume.check_model("actor", model_files.shapes)
+    adapter = " with its --lora.rank, --lora.targets, --lora.exclude and --lora.init" if cfg.lora.rank else ""
+    resume.check_model("actor", trained_shapes(cfg.lora, model_files), option="--model.path" + adapter)
+
+
+def trained_shapes(lora: LoRAConfig, files: ModelFiles) -> dict[str, Shape]:
+    """{name: shape} of what trains: all weights, or the adapters. Raises UserError."""
+    if not lora.rank:
+        return files.shapes
+    if lora.path is not None:
+        read_peft(lora.path, "--lora.path").check_fits(files.shapes, files.folder)
+    weights = adapted_weights(files.shapes, targets=lora.targets, exclude=lora.exclude)
+    smallest = min(weights, key=lambda name: min(files.shapes[name]))
+    if lora.rank > min(files.shapes[smallest]):
+        raise UserError(
+            f"--lora.rank {lora.rank} is more than a matrix has; {smallest} of {files.folder}; found "
+            f"{list(files.shapes[smallest])}, expected a rank of {min(files.shapes[smallest])} at most; lower it"
+        )
+    return adapter_shapes(files.shapes, weights, lora.rank, with_start=lora.init == "pissa")
 
 
 def load_prompts(
@@ -186,7 +208,7 @@ def load_prompts(
 ) -> tuple[Any, list[int], Prompts, Prompts]:
     """The tokenizer, the ids that end a response, and both splits under the chat template on the run's date; after the
     checks of models that need transformers."""
-    check_networks(model_files, resume)
+    check_networks(cfg, model_files, resume)
     tokenizer = load_tokenizer(model_files.folder, chat_template_kwargs=cfg.data.chat_template_kwargs)
     stop_ids = stop_token_ids(tokenizer, model_files.folder)
     train_set = tokenize(cfg.data, files, tokenizer, split="train", date=resume.date, show_progress=world.rank == 0)
@@ -228,6 +250,18 @@ def batch_ladder(cfg: TrainConfig, num_ranks: int, *, num_steps: int, num_prompt
     )
 
 
+def adapter_in_words(lora: LoRAConfig, files: ModelFiles) -> str:
+    """Method, init, rank, and what share of the model trains."""
+    weights = adapted_weights(files.shapes, targets=lora.targets, exclude=lora.exclude)
+    count = sum(map(math.prod, adapter_shapes(files.shapes, weights, lora.rank, with_start=False).values()))
+    start = f"init {lora.init}" if lora.path is None else f"begun at {lora.path}"
+    return (
+        f"LoRA of rank {lora.rank} on {len(weights)} matrices, alpha {lora.alpha:g}, {start}: "
+        f"{count / 1e6:,.2f} M parameters train, {100 * count / files.num_parameters:.2g} % of the model's; its own "
+        "weights are frozen" + "; published results of PiSSA in reinforcement learning are bad" * (lora.init == "pissa")
+    )
+
+
 def describe(
     cfg: TrainConfig, world: World, model_files: ModelFiles, train_set: Prompts, val_set: Prompts, *, num_steps: int
 ) -> str:
@@ -244,10 +278,12 @@ def describe(
     )
     unused = cfg.loss_scale_factor is not None and cfg.agg_mode != "seq-mean-token-sum-norm"
     scale = f"\nloss         --loss-scale-factor does nothing: {cfg.agg_mode} does not divide by it" if unused else ""
+    adapter = f"\nadapter      {adapter_in_words(cfg.lora, model_files)}" if cfg.lora.rank else ""
     code = f"\ncode         neither run nor copied: {some(list(model_files.code))}" if model_files.code else ""
     kl = kl_in_words(cfg.kl_loss_coef, cfg.kl_loss_type, cfg.kl_reward)
     if model_files.reference is not None:
-        kl += f"; the reference is {model_files.reference.in_words}"
+        whose = " without the adapter" * (cfg.lora.rank > 0 and cfg.model.reference_path is None)
+        kl += f"; the reference is {model_files.reference.in_words}{whose}"
     elif cfg.model.reference_path is not None:
         kl = f"{kl}{'; ' * bool(kl)}none: --model.reference-path without a KL does nothing"
     kl = f"\nkl           {kl}" if kl else ""
@@ -256,7 +292,7 @@ def describe(
     warnings = "".join(f"\nwarning: {text}" for text in model_files.warnings)
     return (
         f"model        {model_files.in_words} ({model_files.num_parameters / 1e6:,.1f} M parameters), "
-        f"{cfg.model.compute_dtype(world)} on {world.size} x {world.device.type}{code}\n"
+        f"{cfg.model.compute_dtype(world)} on {world.size} x {world.device.type}{code}{adapter}\n"
         f"data         {len(train_set)} training prompts{dropped}{shortened}, longest {train_set.longest} tokens; "
         f"{len(val_set)} validation prompts\n{ladder}\n"
         f"correction   {cfg.correction.in_words(log_probs=cfg.rollout.log_probs)}"

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lib.algorithms.kl import KLController
 from lib.checkpoints.checkpointer import Checkpointer, Progress, Trained
-from lib.config.as_json import to_json
+from lib.config.as_json import defaults_of, to_json
 from lib.data.prompt_stream import PromptStream
 from lib.data.prompts import DataFiles, Prompts
 from lib.dist import World
@@ -18,17 +18,25 @@ from lib.errors import UserError
 from lib.launch.checks import check_same_prompts, data_sources, describe, load_prompts, try_reward
 from lib.launch.resume import Resume
 from lib.launch.train_config import TrainConfig
+from lib.model.adapter_start import begin_adapter_
 from lib.model.critic_config import CriticConfig
-from lib.model.frozen import FrozenModel
+from lib.model.frozen import BaseModel, FrozenModel
 from lib.model.fsdp import load_critic, load_policy, offload
 from lib.model.optim import build_optimizer, moments_to_come
 from lib.rewards.scoring import Scorer
 from lib.rollouts.collector import Collector
 from lib.stopping import Stopper
+from lib.storage.adapter import Adapter
 from lib.storage.model_folder import ModelFiles
-from lib.tracking.console import StartupTimer
+from lib.storage.peft_folder import read_peft
+from lib.storage.weight_headers import shards_beside
+from lib.storage.weights import hash_tensors
 from lib.tracking.run import Run
+from lib.tracking.startup import StartupTimer
 from lib.types import Sample
+
+LOW_LR = 5e-6
+"""Of adapters: below it a run is likely to have been configured for all weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +83,13 @@ def read_task(
         val_samples = val_set.all_samples()
         if reward is None:
             reward = world.agree(lambda: try_reward(cfg, train_set.rows, val_set.rows))
+    if cfg.lora.rank:
+        with startup.phase("hash the base model"):
+            model_files = replace(model_files, tensor_hashes=hash_tensors(model_files.folder, world))
+            world.agree(lambda: resume.check_base(model_files, scale=cfg.lora.scale))
+            if cfg.lora.path is not None:
+                peft = read_peft(cfg.lora.path, "--lora.path")
+                world.on_rank_0(lambda: peft.check_base(model_files.tensor_hashes, model_files.folder))
     num_steps = cfg.num_steps or max(1, len(train_set) * cfg.total_epochs // cfg.prompts_per_step)
     resume.check_steps(num_steps)
     if cfg.frozen_steps >= num_steps:
@@ -89,13 +104,16 @@ def read_task(
     )  # fmt: skip
 
 
-def open_run(cfg: TrainConfig, task: Task, world: World) -> Run:
+def open_run(cfg: TrainConfig, task: Task, world: World, startup: StartupTimer) -> Run:
     """The run folder with its loggers; a folder that goes on loses its rows after the checkpoint."""
     resume = task.resume
-    return Run(
+    run = Run(
         cfg.run_dir, cfg.tracking, world, config=to_json(cfg), num_steps=task.num_steps, overwrite=cfg.overwrite,
         last_row=resume.last_row, resumable=resume.in_place and resume.path is not None, date=resume.date,
+        defaults=defaults_of(cfg),
     )  # fmt: skip
+    startup.terminal = run.terminal
+    return run
 
 
 def open_scorer(cfg: TrainConfig, task: Task, run: Run) -> Scorer:
@@ -108,8 +126,19 @@ def open_scorer(cfg: TrainConfig, task: Task, run: Run) -> Scorer:
 def say_what_begins(cfg: TrainConfig, task: Task, run: Run) -> None:
     """The run in words, and what was found about its input."""
     train_set, val_set = task.train_set, task.val_set
-    run.say(describe(cfg, run.world, task.model_files, train_set, val_set, num_steps=task.num_steps))
+    what = describe(cfg, run.world, task.model_files, train_set, val_set, num_steps=task.num_steps)
+    run.say(run.terminal.fitted(what))
     ends = ", ".join(f"{task.tokenizer.decode([stop_id])!r} ({stop_id})" for stop_id in task.stop_ids)
+    if cfg.lora.rank and shards_beside(task.model_files.folder) is not None:
+        run.say(
+            f"warning: the adapter's base is another run's checkpoint, {task.model_files.folder.parent.parent}: that "
+            "must stay as long as this run is used; or merge it first, and begin from the merged model"
+        )
+    if cfg.lora.rank and cfg.optim.lr < LOW_LR:
+        run.say(
+            f"warning: adapters hardly learn at --optim.lr {cfg.optim.lr:g}; about ten times the learning rate that "
+            "suits all weights, 1e-5 say, suits them"
+        )
     notes = (f"responses end at {ends}", task.reward, *task.warnings, *train_set.warnings, *val_set.warnings)
     for note in dict.fromkeys(notes):  # both splits may give the same warning
         run.say(note)
@@ -141,18 +170,29 @@ def load_actor(cfg: TrainConfig, task: Task, world: World, *, reserved_bytes: in
     """The policy with its optimizer, as the checkpoint has them. `reserved_bytes`: as `load_policy`'s."""
     policy = load_policy(
         cfg.model, str(task.model_files.folder), cfg.fsdp, world, max_tokens_per_gpu=cfg.max_tokens_per_gpu,
-        num_frozen_parameters=task.model_files.num_frozen_parameters, reserved_bytes=reserved_bytes,
+        lora=cfg.lora, seed=cfg.seed, reserved_bytes=reserved_bytes,
+        num_frozen_parameters=0 if cfg.is_own_reference else task.model_files.num_frozen_parameters,
     )  # fmt: skip
+    if cfg.lora.rank and task.resume.path is None:  # else the checkpoint has them
+        begin_adapter_(policy, cfg.lora, task.model_files.tensor_hashes, world)
     optimizer = world.agree(lambda: build_optimizer(policy, cfg.optim, on_host=cfg.fsdp.optimizer_offload))
     task.resume.load_("actor", policy, optimizer, world)
-    return Trained(model=policy, optimizer=optimizer, folder=task.model_files.folder)
+    adapter = None
+    if cfg.lora.rank:
+        adapter = Adapter(
+            base=str(task.model_files.folder), tensors=task.model_files.tensor_hashes, scale=cfg.lora.scale,
+            dtype=str(cfg.model.compute_dtype(world)).removeprefix("torch."),
+        )  # fmt: skip
+    return Trained(model=policy, optimizer=optimizer, folder=task.model_files.folder, adapter=adapter)
 
 
-def load_frozen(cfg: TrainConfig, task: Task, world: World) -> list[FrozenModel]:
+def load_frozen(cfg: TrainConfig, task: Task, world: World, actor: Trained) -> list[FrozenModel | BaseModel]:
     """The models that score every batch and do not learn: the KL's reference, where there is a KL."""
     files = task.model_files.reference
     if files is None:
         return []
+    if cfg.is_own_reference:
+        return [BaseModel(name="ref", field="ref_log_probs", model=actor.model)]
     reference = load_policy(cfg.model, str(files.folder), cfg.fsdp, world, trainable=False)
     offload(cfg.fsdp, reference)
     return [FrozenModel(name="ref", field="ref_log_probs", model=reference, fsdp=cfg.fsdp)]

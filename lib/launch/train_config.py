@@ -21,6 +21,7 @@ from lib.data.prompts import DataConfig
 from lib.engine.rollout_config import RolloutConfig
 from lib.errors import UserError, check_fields
 from lib.model.fsdp import FSDPConfig
+from lib.model.lora import LoRAConfig
 from lib.model.networks import ModelConfig
 from lib.model.optim import OptimConfig
 from lib.rewards.scoring import RewardConfig
@@ -33,6 +34,7 @@ class TrainConfig:
     """Everything that defines a run without a critic. A recipe sets these; --section.field overrides them."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -43,7 +45,7 @@ class TrainConfig:
     loss_scale_factor: float | None = None
     """Constant that seq-mean-token-sum-norm divides by, in tokens; None: --rollout.max-response-len."""
     kl_loss_coef: float = 0.0
-    """Weight of the KL to the frozen initial policy in the loss; 0 switches it off and loads no reference."""
+    """Weight of the KL to the frozen initial policy in the loss, 0: none, and no reference; works: 0 to 0.01."""
     kl_loss_type: KLType = "k3"
     """Estimator of that KL per token."""
     kl_reward: KLRewardConfig = field(default_factory=KLRewardConfig)
@@ -54,13 +56,14 @@ class TrainConfig:
     correction: Correction = plug_in(CORRECTIONS, "auto")
 
     prompts_per_step: int = 128
-    """Prompts per training step, over all ranks."""
+    """Prompts per training step, over all ranks; works: 32 to 512."""
     mini_batch_size: int = 1024
-    """Responses per optimizer step, over all ranks."""
+    """Responses per optimizer step, over all ranks; works: all of a step's responses, or down to a quarter of them."""
     update_epochs: int = 1
     """Passes over the responses of a step."""
     max_tokens_per_gpu: int = 16384
-    """Most tokens (prompts and responses) in one forward or backward pass of a rank; never changes the gradient."""
+    """Most tokens (prompts and responses) in one forward or backward pass of a rank, which never changes the gradient;
+    works: 8192 to 65536, as memory allows."""
     num_steps: int | None = None
     """Training steps (a rollout and its update each); None: as many as --total-epochs gives."""
     total_epochs: int = 1
@@ -239,6 +242,11 @@ class TrainConfig:
     def needs_reference(self) -> bool:
         """Whether the frozen initial policy is loaded."""
         return self.kl_loss_coef > 0 or self.kl_reward.coef > 0
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the policy without its adapter is the reference: no other model is loaded."""
+        return self.needs_reference and self.lora.rank > 0 and self.model.reference_path is None
 
     @property
     def needs_old_log_probs(self) -> bool:

@@ -9,6 +9,7 @@ __all__, __getattr__ = exports(
     forward="compute_log_probs compute_values forward_critic forward_policy with_old_log_probs",
     frozen="FrozenModel",
     fsdp="FSDPConfig begin_micro_batch held_bytes load_critic load_policy offload onload reshard",
+    lora="LoRAConfig",
     networks="CausalPolicy Critic ModelConfig",
     optim="OptimConfig build_optimizer moments_to_come optimizer_step set_lr_",
     speed="flops_forward peak_flops perf_metrics",

@@ -41,6 +41,8 @@ class _Row(NamedTuple):
     named_rewards: tuple[float, ...]
     greedy_score: float | None
     num_stale: int
+    spans: tuple[int, ...]
+    turn_rewards: tuple[tuple[int, float], ...]
 
     @property
     def total_len(self) -> int:
@@ -77,7 +79,7 @@ def make_batch(
     mine = [(place // mini_batch_size, row) for place, row in enumerate(rows) if ranks[place] == world.rank]
     response_lens = torch.tensor([row.response_len for _, row in mine], dtype=torch.int64)  # (B,)
     valid = torch.tensor([row.score is not None for _, row in mine], dtype=torch.bool)  # (B,)
-    steps = torch.arange(int(response_lens.max()) if mine else 0)  # (T,)
+    is_sampled = _pad([_is_sampled(row.spans) for _, row in mine], torch.bool)  # (B, T)
     named_rewards = torch.tensor([row.named_rewards for _, row in mine], dtype=torch.float32)
     return Batch(
         uids=torch.tensor([row.uid for _, row in mine], dtype=torch.int64),
@@ -86,7 +88,9 @@ def make_batch(
         input_ids=_pad(input_ids, torch.int64),
         prompt_lens=torch.tensor([row.prompt_len for _, row in mine], dtype=torch.int64),
         response_lens=response_lens,
-        response_mask=(steps < response_lens[:, None]) & valid[:, None],
+        sampled_lens=is_sampled.sum(-1),
+        response_mask=is_sampled & valid[:, None],
+        turn_rewards=_turn_rewards([row for _, row in mine], rows, is_sampled),
         num_stale=torch.tensor([row.num_stale for _, row in mine], dtype=torch.int64),
         truncated=torch.tensor([row.truncated for _, row in mine], dtype=torch.bool),
         valid=valid,
@@ -213,6 +217,7 @@ def _describe(rollout: Rollout, rank: int, place: int, reward_keys: Sequence[str
     assert score is not None, "rollouts are scored before they are batched"
     assert score.score is None or math.isfinite(score.score), f"score {score.score}"
     assert log_probs is None or len(log_probs) == len(rollout.response_ids), "one log-prob per response token"
+    assert not rollout.spans or sum(rollout.spans) == len(rollout.response_ids), "spans of another length"
     numbers = score.extras | {"score": score.score}
     return _Row(
         uid=rollout.sample.uid,
@@ -227,6 +232,8 @@ def _describe(rollout: Rollout, rank: int, place: int, reward_keys: Sequence[str
         has_log_probs=log_probs is not None,
         greedy_score=rollout.greedy_score,
         num_stale=rollout.num_stale,
+        spans=tuple(rollout.spans) or (len(rollout.response_ids),),
+        turn_rewards=tuple((place, float(reward)) for place, reward in rollout.turn_rewards),
     )
 
 
@@ -273,6 +280,24 @@ def _greedy_scores(mine: Sequence[_Row], everywhere: Sequence[_Row]) -> Tensor |
         assert all(row.greedy_score is None for row in everywhere), "a greedy score is missing"
         return None
     return torch.tensor([row.greedy_score or 0.0 for row in mine], dtype=torch.float32)
+
+
+def _is_sampled(spans: Sequence[int]) -> Tensor:
+    """(T,) bool, whether the policy chose the token, of lengths sampled and observed in turn."""
+    kinds = torch.arange(len(spans)) % 2 == 0
+    return kinds.repeat_interleave(torch.tensor(spans, dtype=torch.int64))
+
+
+def _turn_rewards(mine: Sequence[_Row], everywhere: Sequence[_Row], is_sampled: Tensor) -> Tensor | None:
+    """(B, T) float32; None if no row of any rank has one."""
+    if not any(row.turn_rewards for row in everywhere):
+        return None
+    rewards = torch.zeros(is_sampled.shape)
+    for place, row in enumerate(mine):
+        for position, reward in row.turn_rewards:
+            assert is_sampled[place, position], "a turn's reward stands on a token that was observed"
+            rewards[place, position] += reward
+    return rewards
 
 
 def _pad(pieces: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -11,9 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from lib.dist import World
 from lib.model.host_memory import HostMemory
+from lib.model.lora import LoRAConfig
 from lib.model.networks import (
     CausalPolicy,
     Critic,
+    Exported,
     ModelConfig,
     build_critic,
     build_policy,
@@ -50,6 +52,8 @@ class Placement:
 
     keeps_gathered: bool
     """Whether shards are gathered once per optimizer step instead of in every pass."""
+    base_is_whole: bool = False
+    """Whether every rank holds the frozen weights under adapters whole, instead of a shard of them."""
     spare_bytes: int = 0
     """What the model's update leaves of this rank's GPU."""
     host_memory: HostMemory | None = None
@@ -58,20 +62,26 @@ class Placement:
 
 def load_policy(
     cfg: ModelConfig, folder: str, fsdp: FSDPConfig, world: World, *, trainable: bool = True,
-    max_tokens_per_gpu: int = 0, num_frozen_parameters: int = 0, reserved_bytes: int = 0,
+    lora: LoRAConfig | None = None, seed: int = 0, max_tokens_per_gpu: int = 0, num_frozen_parameters: int = 0,
+    reserved_bytes: int = 0,
 ) -> CausalPolicy:  # fmt: skip
     """The sharded policy with its weights, on this rank's device. Executed by all ranks together.
 
-    A trainable policy has float32 master weights; a frozen one (the reference) only ever computes, so it holds its
-    weights in the compute precision. `max_tokens_per_gpu` is the largest micro-batch, `num_frozen_parameters` those of
-    a reference that will follow, `reserved_bytes` what else will be on the GPU during an update and is not yet there
-    (`held_bytes` of a critic): all bear on whether activations fit.
+    What trains, all weights or the adapters of `lora` (which start with `seed`), is float32; what is frozen, such as a
+    reference, only ever computes, so it is held in the compute precision. `max_tokens_per_gpu` is the largest
+    micro-batch, `num_frozen_parameters` those of a reference that will follow, `reserved_bytes` what else will be on
+    the GPU during an update and is not yet there (`held_bytes` of a critic): all bear on whether activations fit.
     """
     dtype = cfg.compute_dtype(world)
-    policy = build_policy(folder, param_dtype=torch.float32 if trainable else dtype)
+    has_adapter = lora is not None and lora.rank > 0
+    policy = build_policy(folder, param_dtype=torch.float32 if trainable and not has_adapter else dtype, lora=lora)
     reserved_bytes += num_frozen_parameters * dtype.itemsize // world.size
-    policy.requires_grad_(trainable)
-    _load_(policy, cfg, folder, fsdp, world, max_tokens_per_gpu=max_tokens_per_gpu, reserved_bytes=reserved_bytes)
+    if not has_adapter:
+        policy.requires_grad_(trainable)
+    _load_(
+        policy, cfg, folder, fsdp, world, seed=seed, max_tokens_per_gpu=max_tokens_per_gpu,
+        reserved_bytes=reserved_bytes,
+    )  # fmt: skip
     return policy.train(trainable)
 
 
@@ -90,7 +100,7 @@ def load_critic(
 
 
 def _load_(
-    model: CausalPolicy | Critic, cfg: ModelConfig, folder: str, fsdp: FSDPConfig, world: World, *,
+    model: CausalPolicy | Critic, cfg: ModelConfig, folder: str, fsdp: FSDPConfig, world: World, *, seed: int = 0,
     max_tokens_per_gpu: int, reserved_bytes: int,
 ) -> None:  # fmt: skip
     """Shards a model of the meta device, decides whether its backward pass recomputes, and fills it."""
@@ -100,7 +110,8 @@ def _load_(
     if world.device.type == "cuda":
         needed = update_bytes(
             model, world, dtype=dtype, max_tokens_per_gpu=max_tokens_per_gpu,
-            keeps_gathered=model.placement.keeps_gathered, moments_on_gpu=not fsdp.optimizer_offload,
+            keeps_gathered=model.placement.keeps_gathered, base_is_whole=model.placement.base_is_whole,
+            moments_on_gpu=not fsdp.optimizer_offload,
         )  # fmt: skip
         torch.cuda.empty_cache()  # of what loading another model took
         spare = int(0.95 * torch.cuda.mem_get_info(world.device)[0]) - needed - reserved_bytes
@@ -108,16 +119,18 @@ def _load_(
             recompute = not world.all_agree(spare >= 0)
         # In float32 layers are not compiled, and keep more than the estimate says.
         model.placement.spare_bytes = 0 if dtype is torch.float32 else spare
-    if recompute and next(model.parameters()).requires_grad:
+    if recompute and model.trained():
         model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     empty_(model, world.device)
-    load_weights_(model, folder, world)
+    load_weights_(model, folder, world, seed=seed)
 
 
 def shard_(model: CausalPolicy | Critic, fsdp: FSDPConfig, world: World, *, dtype: torch.dtype) -> None:
     """Shards every decoder layer and the rest over all ranks, and puts the model's `placement` on it.
 
-    Gradients are summed over ranks, never averaged.
+    Gradients are summed over ranks, never averaged. The frozen weights under adapters are whole on every rank where
+    gathered weights may stay: as large as gathered, and never gathered. Not where they are offloaded: every rank would
+    keep a copy on its host.
     """
     mesh = init_device_mesh(world.device.type, (world.size,))
     # Inputs of a layer are what the one before made: rotary tables that a family keeps in float32 stay so.
@@ -126,21 +139,25 @@ def shard_(model: CausalPolicy | Critic, fsdp: FSDPConfig, world: World, *, dtyp
     )
     drop = fsdp.reshard_after_forward
     if drop is None:
-        gathered = sum(p.numel() for p in model.parameters()) * (dtype.itemsize + 4)  # weights, float32 gradients
+        # Weights, and float32 gradients of those that train.
+        gathered = sum(p.numel() * (dtype.itemsize + 4 * p.requires_grad) for p in model.parameters())
         large = world.device.type == "cuda" and gathered > torch.cuda.mem_get_info(world.device)[1] / 4
         drop = not world.all_agree(not large)  # collectives depend on it: GPUs may differ
     # Kinds of layers, passes with gradients and without, policy, reference and critic: each combination is a graph.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    trained = model.trained()
+    base_is_whole = bool(trained) and not drop and not fsdp.param_offload
+    whole = {p for name, p in model.named_parameters() if base_is_whole and name not in trained}
     for layer in model.layers:
         # One graph serves all layers and any packed length. Attention in float32 loops over the sequences, so it would
         # need a graph for every number of them.
         if world.device.type == "cuda" and dtype is not torch.float32:
             layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, options=COMPILE_OPTIONS)
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=drop)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=drop, ignored_params=whole)
     if isinstance(model, Critic):  # on its own, so that it computes in its own precision
         fully_shard(model.score, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    model.placement = Placement(keeps_gathered=not drop)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False, ignored_params=whole)
+    model.placement = Placement(keeps_gathered=not drop, base_is_whole=base_is_whole)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # FSDP averages by default. The loss has a global denominator already, so gradients must be summed; gloo
@@ -151,7 +168,7 @@ def shard_(model: CausalPolicy | Critic, fsdp: FSDPConfig, world: World, *, dtyp
 
 def update_bytes(
     model: CausalPolicy | Critic, world: World, *, dtype: torch.dtype, max_tokens_per_gpu: int, keeps_gathered: bool,
-    moments_on_gpu: bool = True,
+    base_is_whole: bool = False, moments_on_gpu: bool = True,
 ) -> int:  # fmt: skip
     """About the memory that a rank's update takes without recomputation, in bytes; meant to err upwards.
 
@@ -163,9 +180,15 @@ def update_bytes(
     """
     config, num_layers = model.config, len(model.layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    parameters = sum(p.numel() for p in model.parameters())
-    in_layers = sum(p.numel() for layer in model.layers for p in layer.parameters())
-    gathered = parameters if keeps_gathered else parameters - in_layers + 2 * in_layers // num_layers
+
+    def at_once(*, trains: bool) -> tuple[int, int]:
+        """The numbers that train or do not, and how many of them are gathered at once."""
+        every = sum(p.numel() for p in model.parameters() if p.requires_grad == trains)
+        in_layers = sum(p.numel() for layer in model.layers for p in layer.parameters() if p.requires_grad == trains)
+        return every, every if keeps_gathered else every - in_layers + 2 * in_layers // num_layers
+
+    trained, gathered = at_once(trains=True)
+    frozen, whole = at_once(trains=False)
     parts = model.layers[0].named_parameters()
     norms = sum("norm" in name and p.shape == (config.hidden_size,) for name, p in parts)  # Gemma 3 has four
     layer = (2 + norms) * config.hidden_size + 3 * config.intermediate_size
@@ -173,7 +196,9 @@ def update_bytes(
     logits = config.vocab_size if isinstance(model, CausalPolicy) else 0
     of_attention = 12 * config.num_attention_heads * head_dim  # float32 gradients of q, and of k and v for every head
     per_token = (num_layers * layer + logits) * dtype.itemsize + of_attention
-    of_shards = (16 if moments_on_gpu else 8) * parameters // world.size
+    of_shards = (16 if moments_on_gpu else 8) * trained // world.size
+    # Frozen weights: whole, or shards and what is gathered of them.
+    of_shards += dtype.itemsize * (whole + (0 if base_is_whole else frozen // world.size))
     return of_shards + gathered * (dtype.itemsize + 4) + per_token * max_tokens_per_gpu
 
 
@@ -222,20 +247,26 @@ def _to_host_(model: CausalPolicy | Critic) -> None:
     if not parameters:
         return
     if model.placement.host_memory is None:
-        model.placement.host_memory = HostMemory([p.to_local() for p in parameters])
+        model.placement.host_memory = HostMemory([_local(p) for p in parameters])
     places = {id(p): place for p, place in zip(parameters, model.placement.host_memory.tensors, strict=True)}
     for parameter in parameters:
-        places[id(parameter)].copy_(parameter.to_local(), non_blocking=True)
+        places[id(parameter)].copy_(_local(parameter), non_blocking=True)
     torch.cuda.synchronize()
 
     def move(tensor: Tensor) -> Tensor:
         if id(tensor) not in places:
             return tensor.to("cpu")  # a buffer
+        if not isinstance(tensor, DTensor):
+            return places[id(tensor)]
         on_host = torch.empty_like(tensor, device="cpu")
         on_host._local_tensor = places[id(tensor)]
         return on_host
 
     model._apply(move)  # what `to` calls, and FSDP extends
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def onload(fsdp: FSDPConfig, model: CausalPolicy | Critic, world: World) -> None:
@@ -250,21 +281,40 @@ def full_tensor(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return local.full_tensor() if isinstance(local, DTensor) else local
 
 
+@torch.no_grad()
+def exported_tensor(model: CausalPolicy | Critic, name: str, dtype: torch.dtype) -> Tensor:
+    """One tensor as the engine sees it, whole, in `dtype`, on every rank. Executed by all ranks together."""
+    made = model.exported()[name]
+    return made.make(*(full_tensor(model.get_parameter(source), dtype) for source in made.sources))
+
+
+@torch.no_grad()
 def iter_gathered(model: CausalPolicy | Critic, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """Whole parameters by their Hugging Face names, in `dtype`: as many at a time as have BUCKET_BYTES, at least one.
+    """Whole tensors by their Hugging Face names, in `dtype`: as many at a time as have BUCKET_BYTES, at least one.
 
     One collective a bucket: with one a layer the host set the pace (EXPERIMENTS.md). All ranks iterate to the end.
     """
     reshard(model)
-    bucket: dict[str, DTensor] = {}
+    parameters = dict(model.named_parameters())
+    bucket: dict[str, Exported] = {}
     size = 0
-    for name, parameter in model.named_parameters():
-        if bucket and size + parameter.numel() * dtype.itemsize > BUCKET_BYTES:
-            yield _gather(bucket, dtype)
+    for name, made in model.exported().items():
+        num_bytes = sum(parameters[source].numel() for source in made.sources) * dtype.itemsize
+        if bucket and size + num_bytes > BUCKET_BYTES:
+            yield _make(bucket, parameters, dtype)
             bucket, size = {}, 0
-        bucket[name] = parameter
-        size += parameter.numel() * dtype.itemsize
-    yield _gather(bucket, dtype)
+        bucket[name] = made
+        size += num_bytes
+    yield _make(bucket, parameters, dtype)
+
+
+def _make(bucket: dict[str, Exported], parameters: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The bucket's tensors, of their gathered sources."""
+    used = {source: parameters[source] for made in bucket.values() for source in made.sources}
+    sharded = {name: p for name, p in used.items() if isinstance(p, DTensor)}
+    whole = {name: p.detach().to(dtype) for name, p in used.items() if name not in sharded}
+    whole |= _gather(sharded, dtype) if sharded else {}
+    return {name: made.make(*(whole[source] for source in made.sources)) for name, made in bucket.items()}
 
 
 def _gather(parameters: dict[str, DTensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lib.dist import World
 from lib.errors import UserError
@@ -20,7 +21,10 @@ from lib.families.meta_model import build_causal_lm, build_decoder
 from lib.families.supported import CAUSAL, VALUES
 from lib.model.attention import PACKED, register_packed_attention
 from lib.model.head import Statistic, linear_log_probs
-from lib.storage.whole_tensors import SafetensorsFolder, ShardsFolder, open_weights
+from lib.model.lora import AdaptedLinear, LoRAConfig, adapt_, initial_factor
+from lib.storage.adapter import FACTORS, START, as_one_product, effective_weight, factors_of, is_adapter
+from lib.storage.weights import AdaptedFolder, open_weights
+from lib.storage.whole_tensors import SafetensorsFolder, ShardsFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,47 @@ class ModelConfig:
         return getattr(torch, self.dtype)
 
 
-class CausalPolicy(nn.Module):
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A tensor as engine, exports and evaluation see it."""
+
+    sources: tuple[str, ...]
+    """The parameters that it is made of: one, or a frozen weight and the factors of its adapter."""
+    shape: tuple[int, ...]
+    scale: float = 1.0
+    """Of the adapter."""
+
+    def make(self, *whole: Tensor) -> Tensor:
+        """The tensor, of its whole sources in the precision that is wanted."""
+        return whole[0] if len(whole) == 1 else effective_weight(whole[0], *as_one_product(*whole[1:]), self.scale)
+
+
+class Network(nn.Module):
+    """What a policy and a critic have in common for those who copy and save them."""
+
+    def exported(self) -> dict[str, Exported]:
+        """{Hugging Face name: what it is made of}, in the order of the parameters. Asked for in every step: kept."""
+        if "_exported" not in self.__dict__:
+            self._exported = self._find_exported()
+        return self._exported
+
+    def _find_exported(self) -> dict[str, Exported]:
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+        scales = {
+            f"{path}.weight": module.scale for path, module in self.named_modules() if isinstance(module, AdaptedLinear)
+        }
+        made = {name: Exported(sources=(name,), shape=shape) for name, shape in shapes.items() if not is_adapter(name)}
+        for name, scale in scales.items():
+            factors = (each for each in factors_of(name, with_start=True) if each in shapes)
+            made[name] = Exported(sources=(name, *factors), shape=shapes[name], scale=scale)
+        return made
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """{name: parameter} of what learns, and of what an adapter began with: what checkpoints hold."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad or is_adapter(name)}
+
+
+class CausalPolicy(Network):
     """Decoder plus head. Its parameters carry the names of the Hugging Face checkpoint."""
 
     def __init__(self, causal_lm: nn.Module) -> None:
@@ -79,7 +123,7 @@ class CausalPolicy(nn.Module):
         return self._layers
 
 
-class Critic(nn.Module):
+class Critic(Network):
     """Decoder plus value head. Its parameters carry the names of transformers' models for token classification."""
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -127,10 +171,16 @@ def _hidden_states(
     return hidden[positions]  # (M, H)
 
 
-def build_policy(folder: str, *, param_dtype: torch.dtype) -> CausalPolicy:
-    """The policy with parameters of the given precision on the meta device, and real buffers. Raises UserError."""
+def build_policy(folder: str, *, param_dtype: torch.dtype, lora: LoRAConfig | None = None) -> CausalPolicy:
+    """The policy with parameters of the given precision on the meta device, and real buffers. Raises UserError.
+
+    With `lora` of a rank above 0 they are frozen, and adapters of float32 are beside them.
+    """
     register_packed_attention()
-    return CausalPolicy(build_causal_lm(Path(folder), dtype=param_dtype, attention=PACKED))
+    policy = CausalPolicy(build_causal_lm(Path(folder), dtype=param_dtype, attention=PACKED))
+    if lora is not None and lora.rank:
+        adapt_(policy, lora)
+    return policy
 
 
 def build_critic(folder: str, *, param_dtype: torch.dtype) -> Critic:
@@ -151,31 +201,42 @@ def empty_(model: nn.Module, device: torch.device) -> None:
         buffer.copy_(buffers[name])
 
 
-def load_weights_(model: CausalPolicy | Critic, path: str, world: World) -> None:
+def load_weights_(model: CausalPolicy | Critic, path: str, world: World, *, seed: int = 0) -> None:
     """Fills a sharded model on its device from the weights of `path` (`open_weights`); rank 0 reads, all receive.
 
-    A critic's head that is not there, as in a causal language model, is zero: all values start at 0, on every run.
+    Adapters start anew, with the seed, those of PiSSA at zero (adapter_start.py goes on). A critic's head that is not
+    there, as in a causal language model, is zero: all values start at 0, on every run.
+
     Raises UserError, on all ranks, when a tensor is missing, has another shape, or holds NaN or infinity.
     """
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
     reader = world.agree(lambda: open_weights(path) if world.rank == 0 else None)
-    for name, parameter in model.named_parameters():
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if is_adapter(name):
+            begins_there = name.endswith(FACTORS[0]) and name.replace(FACTORS[0], START[0]) not in parameters
+            start = initial_factor(name, parameter.shape, seed=seed) if begins_there else torch.zeros(parameter.shape)
+            put_(parameter, start.to(world.device))
+            continue
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
         problem = world.agree(lambda name=name, full=full: read_weight_(reader, full, name) if reader else None)
         assert problem is None
         if world.size > 1:
             torch.distributed.broadcast(full, src=0)
-        with torch.no_grad():
-            if isinstance(parameter, DTensor):
-                # src_data_rank=None: every rank holds the whole tensor already and cuts out its own shard.
-                shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-                parameter.to_local().copy_(shard.to_local())
-            else:
-                parameter.copy_(full)
+        put_(parameter, full)
 
 
-def read_weight_(folder: SafetensorsFolder | ShardsFolder, out: Tensor, name: str) -> None:
+@torch.no_grad()
+def put_(parameter: Tensor, whole: Tensor) -> None:
+    """Copies a whole tensor, which every rank holds, into this rank's part of a parameter."""
+    if isinstance(parameter, DTensor):
+        # src_data_rank=None: every rank cuts out its own shard.
+        shard = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(shard.to_local())
+    else:
+        parameter.copy_(whole)
+
+
+def read_weight_(folder: SafetensorsFolder | ShardsFolder | AdaptedFolder, out: Tensor, name: str) -> None:
     """Copies a tensor over `out`, cast to its dtype; zeros where a value head (score.*) is not there.
 
     Raises UserError when it is missing, has another shape, or holds NaN or infinity.

@@ -24,7 +24,8 @@ class OptimConfig:
     section: ClassVar[str] = "optim."
     """Where its options are on the command line, for messages."""
     lr: float = 1e-6
-    """Peak learning rate."""
+    """Peak learning rate; works: 5e-7 to 5e-6 from a billion weights on, 1e-5 to 5e-5 for smaller models and for
+    adapters."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the first and second moment."""
     eps: float = 1e-8

@@ -65,6 +65,21 @@ def flops_forward(
     )
 
 
+def flops_update(
+    config: Mapping[str, Any], seq_lens: Sequence[int], response_lens: Sequence[int], *, block_parameters: int,
+    has_adapter: bool = False,
+) -> float:  # fmt: skip
+    """FLOPs of one forward and backward pass: three forward passes.
+
+    With an adapter the weights' gradients are left out: two forward passes, and a third one of attention, in which no
+    weights are. The adapter's own products, about rank / width of a pass, are not counted.
+    """
+    forward = flops_forward(config, seq_lens, response_lens, block_parameters=block_parameters)
+    if not has_adapter:
+        return 3 * forward
+    return 2 * forward + flops_forward(config, seq_lens, [], block_parameters=0)
+
+
 def _windows(config: Mapping[str, Any]) -> list[int | None]:
     """The tokens that each layer's attention sees; None: all before."""
     window, kinds = config.get("sliding_window"), config.get("layer_types")
@@ -89,15 +104,25 @@ def perf_metrics(
     Executed by all ranks.
     """
     lens, response_lens = batch.total_lens.tolist(), batch.response_lens.tolist()
-    flops = flops_forward(model.full_config, lens, response_lens, block_parameters=model.block_parameters)
+    shape = dict(config=model.full_config, seq_lens=lens, response_lens=response_lens)
+    flops = flops_forward(**shape, block_parameters=model.block_parameters)
+    of_update = flops_update(**shape, block_parameters=model.block_parameters, has_adapter=model.has_adapter)
     on_gpu = world.device.type == "cuda"
     peak = peak_flops(torch.cuda.get_device_name(world.device)) if on_gpu else None
-    mine = {"tokens": sum(lens), "responses": sum(response_lens), "flops": flops, "cpu": _node_memory_used()}
+    mine = {
+        "tokens": sum(lens),
+        "responses": sum(response_lens),
+        "flops": flops,
+        "of_update": of_update,
+        "cpu": _node_memory_used(),
+    }
     if on_gpu:
         mine["allocated"] = torch.cuda.max_memory_allocated(world.device) - engine_bytes
         mine["reserved"] = torch.cuda.max_memory_reserved(world.device) - engine_bytes
     ranks = world.gather(mine)
-    tokens, responses, flops = (sum(rank[key] for rank in ranks) for key in ("tokens", "responses", "flops"))
+    tokens, responses, flops, of_update = (
+        sum(rank[key] for rank in ranks) for key in ("tokens", "responses", "flops", "of_update")
+    )
 
     seconds = timings["timing_s/step"]
     result = {
@@ -109,10 +134,10 @@ def perf_metrics(
     if on_gpu:
         result["perf/max_memory_allocated_gb"] = max(rank["allocated"] for rank in ranks) / 2**30
         result["perf/max_memory_reserved_gb"] = max(rank["reserved"] for rank in ranks) / 2**30
-    passes = {"actor": ("update_actor", 3 * update_epochs), "actor_infer": ("old_log_prob", 1)}
-    for name, (phase, forwards) in passes.items():
-        if peak and flops and f"timing_s/{phase}" in timings:
-            result[f"perf/mfu/{name}"] = forwards * flops / (timings[f"timing_s/{phase}"] * peak * world.size)
+    passes = {"actor": ("update_actor", update_epochs * of_update), "actor_infer": ("old_log_prob", flops)}
+    for name, (phase, work) in passes.items():
+        if peak and work and f"timing_s/{phase}" in timings:
+            result[f"perf/mfu/{name}"] = work / (timings[f"timing_s/{phase}"] * peak * world.size)
     for phase in ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"):
         per = responses if phase == "gen" else tokens
         if f"timing_s/{phase}" in timings and per:

@@ -1,29 +1,23 @@
 """Scores for responses, from reward functions in worker processes that can be killed.
 
-A response is sent to a worker as soon as its group is generated; `Scorer.collect` waits for the rest. One thread
-serves all workers and sleeps in `select` meanwhile, so generation keeps the interpreter. A worker that takes longer
-than the limit, exits or crashes is replaced; its response gets no score, but the error's text. One that has grown too
-large is replaced between two responses.
+A response is sent to a worker as soon as its group is generated; `Scorer.collect` waits for the rest. A function of
+rows gets those that wait when a worker is free, up to --reward.batch-size, in one call. One thread serves all workers
+and sleeps in `select` meanwhile, so generation keeps the interpreter. A worker that takes longer than the limit, exits
+or crashes is replaced; its response gets no score, but the error's text, and several responses of one call are sent
+again, each alone, so that one costs only itself. A worker that has grown too large is replaced between two calls.
 
 Deliberately absent: threads or alarms as time limits (sympy and `except Exception` swallow them), a shared process
 pool (a few hung jobs block it), a sandbox (the reward file is the operator's code), a score of 0 for a failure.
 """
 
-import json
 import math
 import os
 import pickle
-import selectors
-import signal
-import socket
-import struct
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,14 +25,16 @@ from typing import Any
 import torch
 
 from lib.config.values import JsonObject
-from lib.data.parquet import resolve_file
+from lib.data.paths import resolve_file
 from lib.dist import World
 from lib.errors import RewardError, Stopped, UserError, check_fields
-from lib.rewards.keeper import END
 from lib.rewards.last_number import DIFFICULTIES, PREFIX
-from lib.rewards.worker import ARGUMENTS, frame
+from lib.rewards.process import Request, RewardWorker
+from lib.rewards.worker import ARGUMENTS, ROWS
 from lib.secret_values import environment_without_secrets
 from lib.types import Rollout, Score
+from lib.workers.child import frame
+from lib.workers.pool import WorkerPool
 
 GRADERS = {
     "arithmetic": "lib.rewards.arithmetic",
@@ -51,14 +47,8 @@ GRADERS = {
 """The built-in graders: data source -> the module whose `compute_score` grades it."""
 
 START_TIMEOUT_S = 120.0  # for a worker's imports; a recipe's file brings torch along
-END_TIMEOUT_S = 5.0  # from a closed channel to the end of its worker, which tells why; others are not served meanwhile
-GROWN_GIB, GROWN_TIMES = 8.0, 10  # a worker beyond this, and so many times what it held first, has a leak
 STOP_POLL_S = 0.2  # between two questions whether to stop
 TIMED_OUT = "timed out"  # how the error of a response over its time limit begins; no exception's text begins so
-ROOT = Path(__file__).resolve().parents[2]
-BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[3]); from lib.rewards.worker import main; main(*map(int, sys.argv[1:3]))"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,22 +61,27 @@ class RewardConfig:
     path: str | None = None
     """Python file with the reward function, for all data sources; None: the built-in graders, by data source."""
     name: str = "compute_score"
-    """Function in that file: NAME(data_source, solution_str, ground_truth, extra_info) -> number, dict or None."""
+    """Function in that file: NAME(data_source, solution_str, ground_truth, extra_info) -> number, dict or None; or
+    NAME(rows) -> a list of these, one per row, a dict with these four keys. A file with compute_scores(rows) needs no
+    name."""
     kwargs: JsonObject = field(default_factory=dict)
     """Further keyword arguments of the reward function or built-in grader, as JSON."""
     env: tuple[str, ...] = ()
     """Environment variables that its workers get although their names say that they are secret."""
     num_workers: int = 4
-    """Worker processes per rank; each scores one response at a time."""
+    """Worker processes per rank; each makes one call at a time."""
+    batch_size: int = 64
+    """Most responses in one call of a function of rows, which gets those that wait when a worker is free."""
     timeout_s: float = 10.0
-    """Seconds that scoring one response may take; then its worker is killed and the response left out."""
+    """Seconds that one call of the function may take; then its worker is killed and the response left out (several
+    responses of one call are scored again first, each alone)."""
     max_error_rate: float = 0.05
     """Share of a step's responses whose scoring may fail or time out; above it the run stops. 1 never stops."""
     # 5 %: flaky infrastructure stays below it, broken code far above; in a step of 128 responses, 1 % would be a
     # single failure. Every failure is counted and logged in any case.
     max_memory_gib: float | None = None
-    """GiB of its own that a worker may hold after a response; above it the worker is replaced. None: 8, once that is
-    ten times what it held after its first response."""
+    """GiB of its own that a worker may hold after a call; above it the worker is replaced. None: 8, once that is ten
+    times what it held after its first call."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -95,10 +90,11 @@ class RewardConfig:
             path=(self.path != "", "a file, or the option left out"),
             name=(self.name.isidentifier(), "the name of a function"),
             num_workers=(1 <= self.num_workers <= 1024, "from 1 to 1024"),
+            batch_size=(1 <= self.batch_size <= 2**16, f"from 1 to {2**16}"),
             timeout_s=(0 < self.timeout_s <= 86400, "above 0 and at most 86400 (a day)"),
             max_error_rate=(0 <= self.max_error_rate <= 1, "between 0 and 1"),
             max_memory_gib=(self.max_memory_gib is None or 0 < self.max_memory_gib < math.inf, "above 0 and finite"),
-            kwargs=(not set(self.kwargs) & set(ARGUMENTS), f"names other than {', '.join(ARGUMENTS)}"),
+            kwargs=(not set(self.kwargs) & {*ARGUMENTS, ROWS}, f"names other than {', '.join((*ARGUMENTS, ROWS))}"),
         )
         if self.path is None and self.name != "compute_score":
             raise UserError(
@@ -157,10 +153,19 @@ def outgrown_in_words(num_workers: int) -> str:
     )
 
 
+def failed_calls_in_words(num_calls: int, error: str | None) -> str:
+    """That so many calls with several rows failed; `error`: the last one's, on this rank."""
+    why = f"; the last one: {error}" if error else ""
+    return (
+        f"{num_calls} call(s) of the reward function with several rows failed, and each of their responses was scored "
+        f"again, alone{why}"
+    )
+
+
 # ---- Worker processes ----
 
 
-class Scorer:
+class Scorer(WorkerPool[RewardWorker]):
     """Scores responses in `cfg.num_workers` processes while the caller goes on generating.
 
     `data_sources`: all that will be submitted. A response that lacks a number for one of `reward_keys` has failed. What
@@ -177,28 +182,26 @@ class Scorer:
         log_path: Path | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        self.start_error: str | None = None
-        """Why workers did not start, a four-part message; once none is left, every response gets it as its error."""
+        super().__init__("scorer", cfg.num_workers)
         self.warnings: list[str] = []
         self.num_outgrown = 0
         """Workers that were replaced since they had grown too large."""
+        self.num_failed_calls = 0
+        """Calls with several rows that failed; each of these got a call of its own then."""
+        self.call_error: str | None = None
+        """Why the last of them failed."""
+        self.function: str | None = None
+        """The name of the reward file's function, once a worker has started."""
+        self.takes_rows = False
+        """Whether it scores many responses in one call."""
         self._cfg, self._reward_keys, self._start_timeout_s = cfg, reward_keys, max(start_timeout_s, cfg.timeout_s)
         self._spec = frame(pickle.dumps(_worker_spec(cfg, data_sources, log_path)))
         self._environment = environment_without_secrets(cfg.env)
         self._rollouts: list[Rollout] = []  # by job number
         self._scores: dict[int, Score] = {}  # by job number
-        self._queue: deque[tuple[int, str | None]] = deque()  # (job number, response)
-        self._workers: list[_Worker] = []
-        self._stopped: list[subprocess.Popen] = []
+        self._queue: deque[Request] = deque()
         self._progress = threading.Condition()
-        self._closing = False
-        self._crash: BaseException | None = None
-        self._selector = selectors.DefaultSelector()
-        self._alarm, self._alarm_receiver = socket.socketpair()
-        self._alarm.setblocking(False)
-        self._selector.register(self._alarm_receiver, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="scorer", daemon=True)
-        self._thread.start()
+        self._begin()
 
     def submit(self, rollout: Rollout, solution_str: str | None) -> None:
         """Queues a response (`solution_str`: its text without special tokens) and returns at once.
@@ -207,7 +210,7 @@ class Scorer:
         or 0 (None: it has no such function), the answer is in the extras.
         """
         self._rollouts.append(rollout)
-        self._queue.append((len(self._rollouts) - 1, solution_str))
+        self._queue.append(Request(len(self._rollouts) - 1, solution_str, alone=solution_str is None))
         self._wake()
 
     def collect(self, *, stop: Callable[[], bool] = lambda: False) -> list[Rollout]:
@@ -232,129 +235,82 @@ class Scorer:
         """How many submitted responses have no score yet; 0 once they will get none."""
         return 0 if self._crash or self._closing else len(self._rollouts) - len(self._scores)
 
-    def close(self) -> None:
-        """Kills the workers. May be called twice."""
-        self._closing = True
-        self._wake()
-        self._thread.join()
+    # What follows runs in the pool's thread.
 
-    def _wake(self) -> None:
-        with suppress(OSError):  # full: it wakes anyway; closed: no worker to wake
-            self._alarm.send(b"\0")
+    def _ended(self) -> None:
+        with self._progress:
+            self._progress.notify_all()
 
-    # What follows runs in the scorer's thread, which alone touches the workers.
+    def _make_worker(self) -> RewardWorker:
+        return RewardWorker(self._spec, self._environment, self._start_timeout_s)
 
-    def _serve(self) -> None:
-        try:
-            for _ in range(self._cfg.num_workers):
-                self._start_worker()
-            while not self._closing:
-                self._assign()
-                for key, events in self._selector.select(self._seconds_to_deadline()):
-                    if key.data is None:
-                        self._alarm_receiver.recv(4096)
-                    else:
-                        self._talk(key.data, events)
-                self._expire()
-        except BaseException as error:
-            self._crash = error
-        finally:
-            for worker in list(self._workers):
-                self._stop(worker)
-            for process in self._stopped:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=5)
-            self._selector.close()
-            self._alarm.close()
-            self._alarm_receiver.close()
-            with self._progress:
-                self._progress.notify_all()
-
-    def _start_worker(self) -> None:
-        self._stopped = [process for process in self._stopped if process.poll() is None]  # reaps the others
-        try:
-            worker = _Worker(self._spec, self._environment, self._start_timeout_s)
-        except OSError as error:  # out of memory, processes or descriptors
-            self.start_error = f"a reward worker did not start; {sys.executable}; {error}; free memory or processes"
-            return
-        self._workers.append(worker)
-        self._selector.register(worker.channel, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
-
-    def _stop(self, worker: "_Worker") -> None:
-        self._workers.remove(worker)
-        self._selector.unregister(worker.channel)
-        worker.kill()
-        self._stopped.append(worker.process)
+    def _cannot_start(self, error: OSError) -> None:
+        self.start_error = f"a reward worker did not start; {sys.executable}; {error}; free memory or processes"
 
     def _assign(self) -> None:
         """Gives queued responses to idle workers; with no worker left, gives them the reason as their error."""
         for worker in self._workers:
             while worker.idle and self._queue:
-                job, response = self._queue.popleft()
-                sample, index = self._rollouts[job].sample, self._rollouts[job].index
-                values = (sample.data_source, response, sample.ground_truth, sample.extra_info)
-                seed = sample.uid * 1_000_003 + index
-                try:
-                    request = pickle.dumps((job, seed, dict(zip(ARGUMENTS, values, strict=True))))
-                except Exception as error:  # a custom dataset's objects
-                    self._finish(job, Score(score=None, error=f"cannot be sent to a worker: {error}"))
+                requests, rows = self._take(self._cfg.batch_size if worker.takes_rows else 1)
+                if not requests:
                     continue
-                worker.job, worker.deadline = job, time.monotonic() + self._cfg.timeout_s
-                worker.outgoing = frame(request)
-                self._send(worker)
+                first = self._rollouts[requests[0].job]
+                seed = first.sample.uid * 1_000_003 + first.index
+                worker.requests, worker.deadline = requests, time.monotonic() + self._cfg.timeout_s
+                self._post(worker, frame(pickle.dumps((requests[0].job, seed, rows))))
         while self._queue and not self._workers:
-            self._finish(self._queue.popleft()[0], Score(score=None, error=self.start_error))
+            self._finish(self._queue.popleft().job, Score(score=None, error=self.start_error))
 
-    def _talk(self, worker: "_Worker", events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            self._send(worker)
-        if events & selectors.EVENT_READ:
+    def _take(self, most: int) -> tuple[list[Request], list[bytes]]:
+        """The queue's next requests for one call, with what the function gets of each. Empty: none can be sent."""
+        requests: list[Request] = []
+        rows: list[bytes] = []
+        while self._queue and len(requests) < most and not (requests and (requests[0].alone or self._queue[0].alone)):
+            request = self._queue.popleft()
+            sample = self._rollouts[request.job].sample
+            values = (sample.data_source, request.response, sample.ground_truth, sample.extra_info)
             try:
-                message = worker.receive()
-            except (OSError, ValueError) as error:
-                self._lose(worker, str(error))
-                return
-            if message is not None:
-                self._read(worker, message)
+                rows.append(pickle.dumps(dict(zip(ARGUMENTS, values, strict=True))))
+            except Exception as error:  # a custom dataset's objects
+                self._finish(request.job, Score(score=None, error=f"cannot be sent to a worker: {error}"))
+                continue
+            requests.append(request)
+        return requests, rows
 
-    def _send(self, worker: "_Worker") -> None:
-        with suppress(OSError):  # a dead worker is noticed when its end of the channel reads as closed
-            worker.send()
-        writing = selectors.EVENT_WRITE if worker.outgoing else 0
-        self._selector.modify(worker.channel, selectors.EVENT_READ | writing, worker)
-
-    def _read(self, worker: "_Worker", message: dict[str, Any]) -> None:
+    def _read(self, worker: RewardWorker, message: dict[str, Any]) -> None:
         if not worker.started:
             if "start_error" in message:
                 self._lose(worker, message["start_error"], is_message=True)
                 return
             worker.started, worker.deadline, self.warnings = True, math.inf, message["warnings"]
-        elif message.get("job") == worker.job:
-            memory = message.pop("memory")
-            self._finish(message.pop("job"), _with_all(self._reward_keys, Score(**message)))
-            worker.job, worker.deadline = None, math.inf
+            self.function, self.takes_rows = message["function"], message["takes_rows"]
+            worker.takes_rows = self.takes_rows
+        elif worker.requests and message.get("job") == worker.requests[0].job:
+            requests, memory = worker.requests, message["memory"]
+            worker.requests, worker.deadline = [], math.inf
+            if message["failed"] is not None:
+                self._fail(requests, message["failed"])
+            for request, score in zip(requests, message["scores"], strict=message["failed"] is None):
+                self._finish(request.job, _with_all(self._reward_keys, Score(**score)))
             worker.first_memory = worker.first_memory or memory
             if worker.has_outgrown(self._cfg.max_memory_gib, memory):
                 self.num_outgrown += 1
                 self._stop(worker)
                 self._start_worker()
 
-    def _expire(self) -> None:
-        """Kills the workers over their time limit. Runs after all replies that have come were read."""
-        now = time.monotonic()
+    def _expire(self, now: float) -> None:
         for worker in [worker for worker in self._workers if worker.deadline <= now]:
             limit = self._cfg.timeout_s if worker.started else self._start_timeout_s
             slow = f"it took over {limit:g} s (a longer --reward.timeout-s allows more)"
             self._lose(worker, f"{TIMED_OUT} after {limit:g} s" if worker.started else slow)
 
-    def _lose(self, worker: "_Worker", reason: str, *, is_message: bool = False) -> None:
-        """Kills a worker and gives its response the reason as error. One that had started is replaced.
+    def _lose(self, worker: RewardWorker, reason: str, *, is_message: bool = False) -> None:
+        """Kills a worker, whose call has failed for this reason. One that had started is replaced.
 
         `is_message`: the reason has all four parts of a message already.
         """
         self._stop(worker)
-        if worker.job is not None:
-            self._finish(worker.job, Score(score=None, error=reason))
+        self._fail(worker.requests, reason)
         if worker.started:
             self._start_worker()
         else:
@@ -364,15 +320,21 @@ class Scorer:
                 f"in a process of its own; mend what it does when it is imported"
             )  # fmt: skip
 
+    def _fail(self, requests: Sequence[Request], reason: str) -> None:
+        """Gives a call's only response the reason as error; several are sent again, each alone, before all others."""
+        if len(requests) > 1:
+            self.num_failed_calls += 1
+            self.call_error = reason
+            self._queue.extendleft(replace(request, alone=True) for request in reversed(requests))
+            return
+        for request in requests:
+            self._finish(request.job, Score(score=None, error=reason))
+
     def _finish(self, job: int, score: Score) -> None:
         with self._progress:
             self._scores[job] = score
             if len(self._scores) == len(self._rollouts):
                 self._progress.notify_all()
-
-    def _seconds_to_deadline(self) -> float | None:
-        deadline = min((worker.deadline for worker in self._workers), default=math.inf)
-        return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
 
 
 def _with_all(reward_keys: Sequence[str], score: Score) -> Score:
@@ -400,72 +362,3 @@ def _worker_spec(cfg: RewardConfig, data_sources: Set[str], log_path: Path | Non
         "kwargs": dict(cfg.kwargs),
         "log_path": os.devnull if log_path is None else str(log_path),
     }
-
-
-class _Worker:
-    """A process behind its keeper, its channel, and the response that it is scoring."""
-
-    def __init__(self, spec: bytes, environment: dict[str, str], start_timeout_s: float) -> None:
-        self.channel, theirs = socket.socketpair()
-        self.channel.setblocking(False)
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), str(os.getpid()), str(ROOT)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env=environment,
-            )
-        self.outgoing = spec
-        self.incoming = bytearray()
-        self.started = False
-        self.job: int | None = None
-        self.first_memory = 0  # bytes after its first response: a model that this one loaded is no leak
-        self.deadline = time.monotonic() + start_timeout_s
-
-    @property
-    def idle(self) -> bool:
-        """Whether it waits for a response."""
-        return self.started and self.job is None
-
-    def has_outgrown(self, max_gib: float | None, memory: int) -> bool:
-        """Whether the worker, which holds `memory` bytes after a response, is to be replaced."""
-        if max_gib is None and memory <= GROWN_TIMES * self.first_memory:
-            return False
-        return memory > 2**30 * (max_gib or GROWN_GIB)
-
-    def send(self) -> None:
-        """Sends as much of `outgoing` as the channel takes."""
-        with suppress(BlockingIOError):
-            self.outgoing = self.outgoing[self.channel.send(self.outgoing) :]
-
-    def receive(self) -> dict[str, Any] | None:
-        """The next complete message, if it has arrived. Raises OSError or ValueError when none can come any more."""
-        received = self.channel.recv(1 << 16)
-        if not received:
-            raise OSError(self._how_it_ended())
-        self.incoming += received
-        if len(self.incoming) < 8:
-            return None
-        end = 8 + struct.unpack(">Q", self.incoming[:8])[0]
-        if len(self.incoming) < end:
-            return None
-        message = json.loads(bytes(self.incoming[8:end]))
-        del self.incoming[:end]
-        return message
-
-    def kill(self) -> None:
-        """Has the process ended by its keeper, with everything that it started."""
-        self.channel.close()
-        self.process.send_signal(END)
-
-    def _how_it_ended(self) -> str:
-        try:
-            code = self.process.wait(timeout=END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return "the reward worker closed its channel"
-        return f"the reward worker was killed by {signal.Signals(-code).name}" if code < 0 else (
-            f"the reward worker exited with code {code}"
-        )  # fmt: skip

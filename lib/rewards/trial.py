@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import replace
 
-from lib.data.parquet import Rows, resolve_file
+from lib.data.paths import resolve_file
+from lib.data.rows import Rows
 from lib.errors import RewardError, UserError
 from lib.rewards.scoring import GRADERS, RewardConfig, Scorer
 from lib.secret_values import secret_variables
@@ -42,7 +43,13 @@ def check_reward(
         trials = scorer.collect()
         if scorer.start_error is not None:
             raise (RewardError if cfg.path else UserError)(scorer.start_error)  # built in: a flag or a package
-        _check_trials(cfg, samples, trials, needed or {})
+        source = _describe_source(cfg, data_sources, scorer)
+        _check_trials(cfg, scorer, samples, trials, needed or {})
+        if scorer.call_error is not None:
+            raise RewardError(
+                f"the reward function failed on a call with {len(trials)} rows, and on none of them alone; {source}; "
+                f"{scorer.call_error}; expected a list with a score per row; mend the function"
+            )
         for lot in to_answer:
             _check_answers(cfg, lot, scorer)
         notes = scorer.warnings
@@ -50,7 +57,7 @@ def check_reward(
         notes = [*notes, f"it returned None for all of {len(trials)} trials: what has no score is not trained on"]
     if withheld := ", ".join(sorted(secret_variables().keys() - set(cfg.env))):
         notes = [*notes, f"its workers do not get {withheld}: --reward.env NAME ... hands over"]
-    return "; ".join([f"reward: {_describe_source(cfg, data_sources)}", *(f"warning: {note}" for note in notes)])
+    return "; ".join([f"reward: {source}", *(f"warning: {note}" for note in notes)])
 
 
 def rows_to_answer(cfg: RewardConfig, rows: Rows, limit: int | None) -> list[Lot]:
@@ -66,11 +73,13 @@ def code_hash(line: str) -> str | None:
     return found and found[1]
 
 
-def _check_trials(cfg: RewardConfig, samples: Lot, trials: Sequence[Rollout], needed: Mapping[str, str]) -> None:
+def _check_trials(
+    cfg: RewardConfig, scorer: Scorer, samples: Lot, trials: Sequence[Rollout], needed: Mapping[str, str]
+) -> None:
     for where, trial, response in zip(samples, trials, TRIAL_RESPONSES, strict=False):
         if trial.score.error is not None:
             raise RewardError(
-                f"the reward function failed on a trial; {_describe_source(cfg, {trial.sample.data_source})}; "
+                f"the reward function failed on a trial; {_describe_source(cfg, {trial.sample.data_source}, scorer)}; "
                 f"{where} (ground truth {trial.sample.ground_truth!r:.80}) with the response {response!r}: "
                 f"{trial.score.error}; expected a finite number, a dict with the key 'score', or None (leave out); "
                 "mend the function: a response can be any text, also none"
@@ -105,7 +114,7 @@ def _check_answers(cfg: RewardConfig, lot: Lot, scorer: Scorer) -> None:
     mend = "mend write_answer, or the ground truths" if cfg.path else "write the ground truths as it reads them"
     raise (RewardError if cfg.path else UserError)(
         f"no ground truth can be answered, so every reward would be 0; {next(iter(lot))} and {len(lot) - 1} more rows, "
-        f"column 'reward_model.ground_truth', {_describe_source(cfg, {refused.sample.data_source})}; found "
+        f"column 'reward_model.ground_truth', {_describe_source(cfg, {refused.sample.data_source}, scorer)}; found "
         f"{truth!r:.80} ({type(truth).__name__}): {came}; expected an answer that the grader writes to be right; "
         f"{mend}{'' if cfg.path else ', or give a reward function with --reward.path FILE'}"
     )
@@ -115,11 +124,13 @@ def _as_rollout(sample: Sample) -> Rollout:
     return Rollout(sample=sample, index=0, response_ids=[], rollout_log_probs=None, finish_reason="stop")
 
 
-def _describe_source(cfg: RewardConfig, data_sources: Set[str]) -> str:
+def _describe_source(cfg: RewardConfig, data_sources: Set[str], scorer: Scorer) -> str:
     if cfg.path is None:
         of_grader: dict[str, list[str]] = {}
         for source in sorted(data_sources):
             of_grader.setdefault(GRADERS[source], []).append(source)
         return ", ".join(f"{grader} for {' and '.join(sources)}" for grader, sources in of_grader.items())
     path = resolve_file(cfg.path, "--reward.path").resolve()
-    return f"{cfg.name} in {path} (sha256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]})"
+    rows = f", up to {cfg.batch_size} rows a call" if scorer.takes_rows else ""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return f"{scorer.function or cfg.name} in {path} (sha256 {digest}){rows}"

@@ -1,164 +1,98 @@
-"""The process that runs reward functions, one response at a time: started, timed and ended by lib/rewards/scoring.py.
+"""The process that runs reward functions, one call at a time: started, timed and ended by lib/rewards/scoring.py.
 
-Imports little but the standard library, so that it starts in milliseconds, and never the trainer: the user's file is
-compiled and run here. Requests are pickled (the trainer's own data), replies are JSON (nothing the reward code returns
-is unpickled in the trainer), both on a descriptor of their own, so prints cannot disturb them. It is no sandbox: the
-reward file is the operator's code.
+The user's file is compiled and run here, and never in the trainer (lib/workers/child.py).
 """
 
 import importlib
 import inspect
-import io
-import json
 import math
 import os
 import pickle
 import random
-import signal
-import struct
 import sys
-import traceback
-import types
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, BinaryIO
+from functools import partial
+from typing import Any, NamedTuple
 
-from lib.errors import printable
-from lib.rewards.keeper import fork_behind_keeper
-from lib.secret_values import BlankedText, blank, remember
+from lib.secret_values import remember
+from lib.workers.child import (
+    OWN_FILES,
+    CappedFile,
+    StartError,
+    begin,
+    error_in_words,
+    import_file,
+    memory_bytes,
+    print_to,
+    read_frame,
+    shorten,
+    write_frame,
+)
 
+OWN_FILES.add(__file__)
 MODULE = "reward_file"  # name under which the user's file is imported; not __main__, so a recipe does not start a run
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-LOG_LIMIT = 4 * 1024**2  # bytes of prints kept per worker process
+ROWS = "rows"  # a function with this parameter scores many responses in one call, each a dict of ARGUMENTS
+OF_ROWS = "compute_scores"  # and is found without --reward.name under this one
 MOST = 3.4e38  # what float32 holds
 MAX_TEXT = 10_000  # characters kept of a string that a reward function returns
 MAX_KEYS, MAX_KEY_LEN = 1000, 100  # of a dict that it returns; keys name metrics, and may be text of the model
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class StartError(Exception):
-    """The reward function cannot be used at all; the text is a finished message."""
-
-
 def main(fd: int, parent: int) -> None:
     """Serves requests on descriptor `fd` until the process `parent` closes it, sends END or dies."""
-    fork_behind_keeper(fd, parent)
-    _outlive_requests_to_stop()
-    os.set_inheritable(fd, False)
-    requests, replies = os.fdopen(fd, "rb"), os.fdopen(fd, "wb", closefd=False)
+    requests, replies = begin(fd, parent)
     spec = pickle.loads(read_frame(requests))
-    output = _CappedFile(spec["log_path"])
     remember(spec["kwargs"])
-    sys.stdout = sys.stderr = BlankedText(io.BufferedWriter(output), line_buffering=True, errors="backslashreplace")
+    output = print_to(spec["log_path"])
     try:
         graders = _load(spec)
     except StartError as error:
         write_frame(replies, {"start_error": str(error)})
         return
-    write_frame(replies, {"warnings": _import_warnings(output)})
+    own = graders.get(None)
+    function = own and getattr(own.function, "__name__", spec["name"])
+    takes_rows = own is not None and own.takes_rows
+    write_frame(replies, {"warnings": _import_warnings(output), "function": function, "takes_rows": takes_rows})
     score = _Scoring(graders, spec["kwargs"])
     own_pid, home = os.getpid(), os.getcwd()
     while (request := read_frame(requests)) is not None:
-        job, seed, arguments = pickle.loads(request)
+        job, seed, rows = pickle.loads(request)
         _seed_generators(seed)
-        reply = score(arguments)
+        reply = score([pickle.loads(row) for row in rows])
         if os.getpid() != own_pid:  # a child that the reward function forked and forgot
             os._exit(1)
-        write_frame(replies, {"job": job, "memory": _memory_bytes(), **reply})
+        write_frame(replies, {"job": job, "memory": memory_bytes(), **reply})
         with suppress(OSError):
             os.chdir(home)
 
 
-def frame(payload: bytes) -> bytes:
-    """The payload behind its length in 8 bytes."""
-    return struct.pack(">Q", len(payload)) + payload
-
-
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next payload; None at the end of the stream."""
-    head = stream.read(8)
-    return stream.read(struct.unpack(">Q", head)[0]) if len(head) == 8 else None
-
-
-def write_frame(stream: BinaryIO, message: dict) -> None:
-    """Sends one reply."""
-    stream.write(frame(json.dumps(message).encode()))
-    stream.flush()
-
-
-def _memory_bytes() -> int:
-    """What this process holds alone, without files that it maps; 0 where the system does not say."""
-    with suppress(OSError), open("/proc/self/statm") as file:
-        resident, shared = map(int, file.read().split()[1:3])
-        return (resident - shared) * PAGE
-    return 0
-
-
-def _outlive_requests_to_stop() -> None:
-    """Keeps signals that a scheduler sends to all processes of a job from ending this one: the trainer decides.
-
-    Handlers, since programs that the reward function starts would inherit signals that are ignored. Its forks get the
-    usual ones back, and signals wait meanwhile: one that the reward function sends to end its child is not lost.
-    """
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-    usual = {number: signal.getsignal(number) for number in numbers}
-
-    def unblock() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-
-    def reset() -> None:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-        unblock()
-
-    for number in numbers:
-        signal.signal(number, lambda *_: None)
-        signal.siginterrupt(number, False)
-    os.register_at_fork(
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, numbers), after_in_parent=unblock, after_in_child=reset
-    )
-
-
 def _seed_generators(seed: int) -> None:
-    """The same response gets the same random numbers, whichever worker scores it."""
+    """The same response gets the same random numbers, whichever worker scores it; in a call of many rows the first."""
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
 
 
-class _CappedFile(io.RawIOBase):
-    """A file that keeps the first LOG_LIMIT bytes and drops the rest: prints must not fill the disk."""
-
-    def __init__(self, path: str) -> None:
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the process lives)
-        self.num_written = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return 1  # for code that asks; the descriptor itself leads to /dev/null
-
-    def write(self, data: Any) -> int:
-        kept = bytes(data)[: max(0, LOG_LIMIT - self.num_written)]
-        with suppress(OSError):  # a full disk
-            self.file.write(kept)
-        self.num_written += len(data)
-        return len(data)
-
-
 # ---- Loading ----
 
 
-Grader = tuple[Callable, Callable | None]
-"""The function that scores, and, where there is one, `write_answer`: ground truth -> a response that is right."""
+class Grader(NamedTuple):
+    """What scores, and how it is called."""
+
+    function: Callable
+    write_answer: Callable | None
+    """Ground truth -> a response that is right; None: there is no such function."""
+    takes_rows: bool = False
 
 
 def _load(spec: dict[str, Any]) -> dict[str | None, Grader]:
     """{data source: grader}; for the user's file {None: grader}, for any data source."""
     if spec["path"] is not None:
-        function = _load_file(spec)
-        return {None: (function, _answer_writer(sys.modules[MODULE]))}
+        function, takes_rows = _load_file(spec)
+        return {None: Grader(function, _answer_writer(sys.modules[MODULE]), takes_rows)}
     return {source: _load_grader(source, module, spec["kwargs"]) for source, module in spec["graders"].items()}
 
 
@@ -167,21 +101,12 @@ def _answer_writer(module: Any) -> Callable | None:
     return found if callable(found) else None
 
 
-def _load_file(spec: dict[str, Any]) -> Callable:
+def _load_file(spec: dict[str, Any]) -> tuple[Callable, bool]:
+    """The function, and whether it takes rows."""
     path, name = spec["path"], spec["name"]
-    module = types.ModuleType(MODULE)
-    module.__file__ = path
-    sys.modules[MODULE] = module
-    # Last, because a neighbour called types.py must not hide the standard library's.
-    sys.path += [os.path.dirname(path), os.getcwd()]
-    try:
-        # From the trainer's copy of the source: all workers of a run, also later ones, run the same code.
-        exec(compile(spec["source"], path, "exec"), module.__dict__)
-    except BaseException as error:
-        raise StartError(
-            f"the reward file does not import; --reward.path {path}; {error_in_words(error)}; mend the file: it is "
-            f"imported in a worker process with {sys.executable}"
-        ) from error
+    module = import_file(path, spec["source"], MODULE, what="the reward file", flag="--reward.path")
+    if name == "compute_score" and callable(getattr(module, OF_ROWS, None)):
+        name = OF_ROWS
     function = getattr(module, name, None)
     if not callable(function):
         own = [key for key, entry in vars(module).items() if inspect.isfunction(entry) and entry.__module__ == MODULE]
@@ -189,8 +114,17 @@ def _load_file(spec: dict[str, Any]) -> Callable:
             f"the reward file has no function {name}; --reward.path {path}; found {', '.join(own) or 'no function'}, "
             f"expected {name}; name the function with --reward.name"
         )
-    _check_signature(function, spec["kwargs"], f"--reward.path {path} --reward.name {name}")
-    return function
+    takes_rows = name == OF_ROWS or ROWS in _parameters(function)
+    wanted = ((ROWS,) if takes_rows else ARGUMENTS) + tuple(spec["kwargs"])
+    _check_signature(function, wanted, f"--reward.path {path} --reward.name {name}")
+    return function, takes_rows
+
+
+def _parameters(function: Callable) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except ValueError:  # written in C, without a signature
+        return ()
 
 
 def _load_grader(data_source: str, module: str, kwargs: dict[str, Any]) -> Grader:
@@ -212,26 +146,27 @@ def _load_grader(data_source: str, module: str, kwargs: dict[str, Any]) -> Grade
             f"the built-in grader {module} does not run; {where}; {error_in_words(error)}; expected it to grade the "
             "response '0'; check --reward.kwargs, and install what requirements.txt names"
         ) from error
-    return function, _answer_writer(sys.modules[module])
+    return Grader(function, _answer_writer(sys.modules[module]))
 
 
-def _check_signature(function: Callable, kwargs: dict[str, Any], where: str) -> None:
+def _check_signature(function: Callable, wanted: tuple[str, ...], where: str) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:  # written in C, without one
         return
     try:
-        signature.bind(**dict.fromkeys(ARGUMENTS), **kwargs)
+        signature.bind(**dict.fromkeys(wanted))
     except TypeError as error:
-        wanted = ", ".join((*ARGUMENTS, *kwargs))
+        listed = ", ".join(wanted)
         name = getattr(function, "__name__", "the function")
         raise StartError(
             f"the reward function takes other arguments ({error}); {where}; found {name}{signature}, expected the "
-            f"keywords {wanted}; write it as def {name}({wanted}), or set --reward.name or --reward.kwargs"
+            f"keywords {listed}; write it as def {name}({listed}), or as def {name}({ROWS}) for many at once, or set "
+            "--reward.name or --reward.kwargs"
         ) from None
 
 
-def _import_warnings(output: _CappedFile) -> list[str]:
+def _import_warnings(output: CappedFile) -> list[str]:
     warnings = []
     if output.num_written:
         warnings.append(f"importing it printed {output.num_written} bytes (they go to the reward log)")
@@ -252,29 +187,57 @@ class _Scoring:
         self.kwargs = kwargs
         self.runner: Any = None  # one event loop for the process: clients that a function keeps stay usable
 
-    def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """{score, extras, error} for one response; never raises. Without a response, see `_try_answer`."""
-        source = arguments["data_source"]
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """{scores: {score, extras, error} of each row, failed: why the call as a whole did, or None}; never raises.
+
+        A row without a response: see `_try_answer`.
+        """
+        if len(rows) == 1:
+            return {"scores": [self._reply(lambda: self._score_one(rows[0]))], "failed": None}
+        num_rows = len(rows)  # the function may change its list
         try:
-            grader = self.graders.get(None) or self.graders.get(source)
-            if grader is None:
-                raise LookupError(f"no grader for data source {source!r}")
-            act = self._score if arguments["solution_str"] is not None else self._try_answer
-            score, extras = act(grader, arguments)
+            values = self._call(self.graders[None], rows=rows)
+            fault = _shape_fault(values, num_rows)
+            values = [] if fault else list(values)
         except BaseException as error:  # also sys.exit: the text tells more than a dead worker
-            return {"score": None, "extras": {}, "error": error_in_words(error)}
-        return {"score": score, "extras": extras, "error": None}
+            return {"scores": [], "failed": error_in_words(error)}
+        if fault:  # of the function, not of one row: another call could hide it
+            return {"scores": [_failed(TypeError(fault))] * num_rows, "failed": None}
+        return {"scores": [self._reply(partial(read_result, value)) for value in values], "failed": None}
+
+    def _reply(self, score: Callable[[], tuple[float | None, dict]]) -> dict[str, Any]:
+        try:
+            number, extras = score()
+        except BaseException as error:
+            return _failed(error)
+        return {"score": number, "extras": extras, "error": None}
+
+    def _score_one(self, arguments: dict[str, Any]) -> tuple[float | None, dict]:
+        source = arguments["data_source"]
+        grader = self.graders.get(None) or self.graders.get(source)
+        if grader is None:
+            raise LookupError(f"no grader for data source {source!r}")
+        act = self._score if arguments["solution_str"] is not None else self._try_answer
+        return act(grader, arguments)
 
     def _score(self, grader: Grader, arguments: dict[str, Any]) -> tuple[float | None, dict]:
-        value = grader[0](**arguments, **self.kwargs)
-        return read_result(self._wait_for(value) if inspect.isawaitable(value) else value)
+        if not grader.takes_rows:
+            return read_result(self._call(grader, **arguments))
+        values = self._call(grader, rows=[arguments])
+        if fault := _shape_fault(values, 1):
+            raise TypeError(fault)
+        return read_result(next(iter(values)))
+
+    def _call(self, grader: Grader, **arguments: Any) -> Any:
+        value = grader.function(**arguments, **self.kwargs)
+        return self._wait_for(value) if inspect.isawaitable(value) else value
 
     def _try_answer(self, grader: Grader, arguments: dict[str, Any]) -> tuple[float | None, dict]:
         """(1 if the answer that the grader writes itself scores more than an empty response, else 0; {answer: it});
         (None, {}) where the grader writes none."""
-        if grader[1] is None:
+        if grader.write_answer is None:
             return None, {}
-        answer = str(grader[1](arguments["ground_truth"]))
+        answer = str(grader.write_answer(arguments["ground_truth"]))
         scores = [self._score(grader, {**arguments, "solution_str": text})[0] for text in (answer, "")]
         best, least = (-math.inf if score is None else score for score in scores)
         return float(best > least), {"answer": answer[:MAX_TEXT]}
@@ -289,6 +252,20 @@ class _Scoring:
         return self.runner.run(wait())
 
 
+def _shape_fault(values: Any, num_rows: int) -> str | None:
+    """Why what a function of rows returned is not a score per row; None: it is."""
+    if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
+        found = shorten(repr(values), 80)
+        return f"returned {found} ({type(values).__name__}), expected a list with a score per row"
+    if len(values) != num_rows:
+        return f"returned {len(values)} scores for {num_rows} rows, expected one per row"
+    return None
+
+
+def _failed(error: BaseException) -> dict[str, Any]:
+    return {"score": None, "extras": {}, "error": error_in_words(error)}
+
+
 def read_result(value: Any) -> tuple[float | None, dict[str, float | str | bool]]:
     """(score, extras) from what a reward function returned: a number, None (declined), or a dict with key `score`.
 
@@ -301,11 +278,11 @@ def read_result(value: Any) -> tuple[float | None, dict[str, float | str | bool]
     if len(value) > MAX_KEYS:
         raise ValueError(f"returned a dict with {len(value)} keys, expected at most {MAX_KEYS}")
     if "score" not in value:
-        found = _shorten(", ".join(map(str, value)), 200)
+        found = shorten(", ".join(map(str, value)), 200)
         raise TypeError(f"returned a dict without the key 'score'; found {found or 'no keys'}")
     extras: dict[str, float | str | bool] = {}
     for key, entry in value.items():
-        name = _shorten(str(key), MAX_KEY_LEN)
+        name = shorten(str(key), MAX_KEY_LEN)
         if isinstance(entry, bool):
             extras[name] = entry
         elif isinstance(entry, str):
@@ -325,21 +302,5 @@ def _read_number(value: Any) -> float | None:
     except Exception:  # each library has its own for a value that is no single number
         number = math.nan
     if not abs(number) <= MOST:  # also when NaN
-        raise ValueError(f"returned {_shorten(repr(value), 80)} ({type(value).__name__}), expected a finite number")
+        raise ValueError(f"returned {shorten(repr(value), 80)} ({type(value).__name__}), expected a finite number")
     return number
-
-
-def error_in_words(error: BaseException) -> str:
-    """The error and where user code raised it: `ValueError: no digits [reward.py:12 in compute_score: int(text)]`."""
-    frames = [
-        f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}: {_shorten(frame.line or '', 80)}"
-        for frame in traceback.extract_tb(error.__traceback__, limit=-8)
-        if frame.filename != __file__ and not frame.filename.startswith("<frozen") and "/asyncio/" not in frame.filename
-    ]
-    text = _shorten(blank(" ".join(traceback.format_exception_only(error))), 300)  # while secrets are whole
-    return f"{text} [{' > '.join(frames[-3:])}]" if frames else text
-
-
-def _shorten(text: str, limit: int) -> str:
-    text = " ".join(text.split())
-    return printable(text if len(text) <= limit else text[: limit - 3] + "...")

@@ -26,7 +26,14 @@ from lib.data.tokenizer import decode
 from lib.dist import World
 from lib.engine.engine import RolloutEngine
 from lib.engine.rollout_config import RolloutConfig, Sampling, training_sampling
-from lib.rewards.scoring import RewardConfig, Scorer, check_error_rate, error_counts, outgrown_in_words
+from lib.rewards.scoring import (
+    RewardConfig,
+    Scorer,
+    check_error_rate,
+    error_counts,
+    failed_calls_in_words,
+    outgrown_in_words,
+)
 from lib.stopping import Stopper
 from lib.tracking.metrics import Metrics
 from lib.tracking.run import Run
@@ -70,7 +77,7 @@ class Collector:
         """Partial rollouts: responses that the next step continues; the same on all ranks of a replica."""
         self.open_groups: dict[int, Group] = {}
         """By uid, the scored responses to prompts that also have unfinished ones; on the rank that sampled them."""
-        self._num_outgrown = 0  # workers replaced up to the last step
+        self._num_calls = 0, 0  # workers replaced since they had outgrown, calls that failed; up to the last step
         self._share_kept = 1.0  # of the groups sampled last, those with a signal: how many to ask for
 
     def collect(self, metrics: Metrics, *, label: str) -> Collected:
@@ -96,7 +103,7 @@ class Collector:
                 f"{label}: warning: no response has a score, so nothing is learned; the reward function returned None "
                 f"{counts['reward/num_declined']:.0f} times (is a return missing?)"
             )
-        self._count_outgrown(metrics, label)
+        self._count_calls(metrics, label)
         for text, count in error_counts(scored).items():
             print(f"{label}: the reward of {count} responses failed: {text}")
         rollouts = [rollout for group in groups for rollout in group]
@@ -219,11 +226,16 @@ class Collector:
         if line := shortage(step, target=self.prompts_per_step, rounds=rounds, counts=verdicts, keep_surplus=keep):
             self.run.say(f"{label}: {line}")
 
-    def _count_outgrown(self, metrics: Metrics, label: str) -> None:
-        before, self._num_outgrown = self._num_outgrown, sum(self.world.gather(self.scorer.num_outgrown))
-        metrics.set("reward/num_outgrown_workers", self._num_outgrown - before)
-        if self._num_outgrown > before == 0:
-            self.run.say(f"{label}: warning: {outgrown_in_words(self._num_outgrown)}")
+    def _count_calls(self, metrics: Metrics, label: str) -> None:
+        before, scorer = self._num_calls, self.scorer
+        counts = self.world.gather((scorer.num_outgrown, scorer.num_failed_calls))
+        outgrown, failed = self._num_calls = tuple(map(sum, zip(*counts, strict=True)))
+        metrics.set("reward/num_outgrown_workers", outgrown - before[0])
+        metrics.set("reward/num_failed_calls", failed - before[1])
+        if outgrown > before[0] == 0:
+            self.run.say(f"{label}: warning: {outgrown_in_words(outgrown)}")
+        if failed > before[1] == 0:
+            self.run.say(f"{label}: warning: {failed_calls_in_words(failed, scorer.call_error)}")
 
     def _tell_curriculum(self, scored: list[Rollout], metrics: Metrics) -> None:
         groups: dict[int, Group] = {}
@@ -261,7 +273,8 @@ class Collector:
                 if self.with_greedy:
                     greedy = Sampling(n=1, max_response_len=self.rollout.max_response_len, temperature=0.0)
                     self._generate(samples, greedy, "greedy", advance, offset=self.rollout.n)
-            with metrics.time("reward"):  # the workers scored during sampling; only the last responses are missing
+            # The workers scored during sampling; only the last responses are missing.
+            with metrics.time("reward"), self.run.progress(f"{label}: scoring"):
                 for rollout in self.scorer.collect(stop=self.stopper.requested):
                     self.open_groups.setdefault(rollout.sample.uid, []).append(rollout)
         open_uids = {rollout.sample.uid for rollout in self.unfinished}

@@ -6,17 +6,20 @@ uid, step, prompt_length                                         numbers
 responses, scores, finish_reasons, response_lengths              lists with an entry a response, as eval.py's
 advantages      the same: the mean over the response's tokens that train; null: none does
 extras, errors  the same: what the reward function returned beside the score, as JSON; why there is no score
+
+Four of these responses are kept token by token too, for report.html (lib/rollouts/shown_samples.py).
 """
 
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lib.data.faults import short
 from lib.data.parquet import to_parquet
 from lib.data.prompts import Prompts
-from lib.data.schema import short
 from lib.data.tokenizer import decode
-from lib.rollouts.validation import sample_row
+from lib.rollouts.shown_samples import training_rows
+from lib.rollouts.validation import rows_to_show
 from lib.secret_values import blank
 from lib.tracking.run import Run
 from lib.tracking.run_folder import to_json
@@ -27,7 +30,6 @@ ENTRIES = {
     "advantages": "float64", "extras": "string", "errors": "string",
 }  # fmt: skip
 """The columns of lists, and the type of their entries."""
-NUM_SHOWN = 2
 
 
 def save_rollouts(
@@ -36,7 +38,7 @@ def save_rollouts(
     """Writes the step's rollouts if it is one that --tracking.rollouts-every names; the seconds it took, as a metric.
 
     `rollouts` are those that this rank sampled, `batch` the rows that it trained on, with their advantages. `show`:
-    two of them on the terminal, where no validation shows any. Executed by all ranks together.
+    some of them on the terminal, where no validation shows any. Executed by all ranks together.
     """
     every = run.cfg.rollouts_every
     if every == 0 or (step > 1 and step % every):
@@ -52,9 +54,9 @@ def save_rollouts(
     for uid, index in sorted(entries):
         groups.setdefault(uid, []).append(entries[uid, index])
     run.save_rollouts(step, _to_parquet(step, groups, prompts, run) if groups else b"")  # a step may be skipped
+    run.save_tokens(step, training_rows(rollouts, batch, tokenizer, run.world))
     if show:
-        chosen = sorted((r for r in rollouts if r.index == 0), key=lambda r: r.sample.uid)[:NUM_SHOWN]
-        run.show_samples([sample_row(rollout, tokenizer) for rollout in chosen])
+        run.show_samples(rows_to_show(rollouts, tokenizer))
     return {"timing_s/dump_rollout_generations": time.perf_counter() - start}
 
 
@@ -97,11 +99,10 @@ def _to_parquet(step: int, groups: Mapping[int, list[dict[str, Any]]], prompts: 
     for name, kind in ENTRIES.items():
         values = [[entry[name] for entry in group] for group in groups.values()]
         ours[name] = pa.array(values, pa.list_(pa.type_for_alias(kind)))
-    needed = [prompts.rows.prompt_key, "data_source", "ability", "reward_model"]
+    needed = ["prompt", "data_source", "ability", "reward_model"]
     for columns, what in (([*needed, "extra_info"], "are saved without extra_info"), (needed, "are not saved")):
         try:
             table = prompts.rows.take([prompts.kept[place] for place in places], columns)
-            table = table.rename_columns(["prompt", *table.column_names[1:]])
             for name, column in ours.items():
                 table = table.append_column(name, column)
             return to_parquet(table.combine_chunks())

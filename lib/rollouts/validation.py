@@ -1,6 +1,7 @@
 """Validation: every validation prompt sampled and scored, with the same engine and reward code as training."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +11,15 @@ from lib.engine.engine import RolloutEngine
 from lib.engine.rollout_config import LOWEST_TEMPERATURE, MAX_GROUP, RolloutConfig, Sampling
 from lib.errors import Stopped, UserError, check_fields
 from lib.rewards.scoring import RewardConfig, Scorer, check_error_rate, error_counts
+from lib.rollouts.shown_samples import VALIDATION_PROMPTS, first_prompts, keep_log_probs_of_shown, validation_rows
+from lib.rollouts.text_quality import quality_metrics, text_quality
 from lib.rollouts.validation_metrics import MAX_VARIABLES, limit_variables, validation_metrics
 from lib.stopping import Stopper
+from lib.tracking.console import choose_different
 from lib.tracking.run import Run
 from lib.types import Rollout, Sample
+
+NUM_SHOWN = 3  # responses on the terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +93,9 @@ def evaluate(
     """
     start = time.perf_counter()
     values: dict[str, float] = {"val-aux/num_unscored": 0.0, "val-aux/num_variables_left_out": 0.0}
-    for sampling in cfg.samplings(rollout.max_response_len):
+    shown = first_prompts(((sample.uid, sample.data_source) for sample in samples), VALIDATION_PROMPTS)
+    for chosen in cfg.samplings(rollout.max_response_len):
+        sampling = replace(chosen, log_probs=rollout.log_probs)
         try:
             share = engine.share(samples)
             own = _sample_and_score(engine, share, sampling, scorer, tokenizer, run=run, stopper=stopper)
@@ -103,11 +111,15 @@ def evaluate(
         for text, count in error_counts(own).items():
             print(f"step {step}: the reward of {count} validation responses failed: {text}")
         check_error_rate(own, reward, world)
-        gathered = world.gather(own)
-        responses = sorted((r for of_rank in gathered for r in of_rank), key=lambda r: (r.sample.uid, r.index))
-        shown = responses if world.rank == 0 else []
-        rows = [sample_row(r, tokenizer) | {"temperature": sampling.temperature} for r in shown]
-        run.save_samples(step, rows, show=3)
+        qualities = [text_quality(r, decode(tokenizer, r.response_ids)) for r in own]
+        gathered = world.gather((keep_log_probs_of_shown(own, shown), qualities))
+        responses = sorted((r for found, _ in gathered for r in found), key=lambda r: (r.sample.uid, r.index))
+        written = responses if world.rank == 0 else []
+        rows = [sample_row(r, tokenizer) | {"temperature": sampling.temperature} for r in written]
+        run.save_samples(step, rows)
+        run.save_tokens(step, validation_rows(written, shown, tokenizer, temperature=sampling.temperature))
+        if sampling.temperature == cfg.temperature:  # not of the greedy ones beside
+            run.show_samples(rows_to_show(written, tokenizer))
         scored = [
             (r.sample.data_source, r.sample.uid, {**r.score.extras, "reward": r.score.score})
             for r in responses
@@ -121,7 +133,8 @@ def evaluate(
                 f"{num_left_out} of them are left out; val-aux/num_variables_left_out; expected fewer: names must not "
                 "be made of responses, whose texts may be returned as values; samples/ has all of them",
             )
-        found = validation_metrics(scored, largest=sampling.n)
+        found = quality_metrics([quality for _, of_rank in gathered for quality in of_rank], n=sampling.n)
+        found |= validation_metrics(scored, largest=sampling.n)
         if sampling.temperature != cfg.temperature:  # the greedy ones beside: names of their own
             found = {f"{name.removesuffix('mean@1')}greedy": value for name, value in found.items()}
         values |= found
@@ -158,3 +171,16 @@ def sample_row(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
         "error": rollout.score.error,
         "finish_reason": rollout.finish_reason,
     }
+
+
+def rows_to_show(rollouts: Sequence[Rollout], tokenizer: Any) -> list[dict[str, Any]]:
+    """The first responses to a few prompts, of different sources where there are any: the prompts without control
+    tokens."""
+    in_order = sorted(rollouts, key=lambda r: (r.sample.uid, r.index))
+    chosen = choose_different(
+        in_order, NUM_SHOWN, source_and_prompt=lambda r: (r.sample.data_source, tuple(r.sample.prompt_ids))
+    )
+    return [
+        sample_row(r, tokenizer) | {"prompt": tokenizer.decode(r.sample.prompt_ids, skip_special_tokens=True)}
+        for r in chosen
+    ]

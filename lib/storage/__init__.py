@@ -7,5 +7,6 @@ __all__, __getattr__ = exports(
     checkpoint_folder="verify",
     model_folder="ModelFiles check_model_files",
     verl_shards="is_verl read_verl_shards",
-    whole_tensors="open_weights read_shards write_safetensors",
+    weights="open_weights",
+    whole_tensors="read_shards write_safetensors",
 )

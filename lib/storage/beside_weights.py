@@ -21,7 +21,7 @@ BESIDE_WEIGHTS = (
 )
 """The files of a model folder that a checkpoint repeats, where there are such."""
 VOCABULARIES = ("tokenizer.json", "vocab.json")
-WEIGHTS = ("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth")
+WEIGHTS = ("adapter.json", "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth")
 CODE = ("*.py*", "*.so", "*.sh", "*.pkl", "*.pickle", "__pycache__", ".git")
 """Names of what can run: modules, pickles, git's hooks."""
 CODE_ENTRIES = ("auto_map", "custom_pipelines")

@@ -85,8 +85,8 @@ def check_tensors(shards: Shards, expected: Expected) -> None:
     adapters = [name for name in found if "lora_" in name]
     if adapters:
         raise UserError(
-            f"the checkpoint has an adapter; {shards.folder}; found {adapters[0]}, expected a model's own weights; "
-            "merge the adapter into its model where it was trained, and save that"
+            f"the checkpoint has an adapter of another system; {shards.folder}; found {adapters[0]}, expected the "
+            "model's own weights; merge the adapter into its model where it was trained, and save that"
         )
     missing = [name for name in expected.shapes if name not in found]
     unknown = [name for name in found if name not in {*expected.shapes, *expected.tied, *expected.computed}]

@@ -7,7 +7,7 @@ when weights load). Which tensors there must be, transformers says, which builds
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class ModelFiles:
     """The frozen model of the KL; None without one."""
     warnings: tuple[str, ...] = ()
     """About checkpoints that were passed over on the way to it."""
+    tensor_hashes: Mapping[str, str] = field(default_factory=dict)
+    """{name: hash} of its weights, where an adapter is bound to them."""
     code: tuple[str, ...] = ()
     """Entries of its configs that name code, in words: it is neither run nor copied into a checkpoint."""
 
@@ -85,6 +87,11 @@ class ModelFiles:
         """Of the layers' matrices: each costs a multiplication and an addition per token."""
         matrices = [shape for name, shape in self.shapes.items() if name.startswith("model.layers.") and len(shape) > 1]
         return sum(math.prod(shape) for shape in matrices)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether its weights are frozen, and an adapter trains beside them."""
+        return bool(self.tensor_hashes)
 
     @property
     def num_frozen_parameters(self) -> int:
@@ -302,7 +309,7 @@ def _read_config(folder: Path, option: str, *, is_critic: bool = False) -> tuple
         base = read_json(adapter).get("base_model_name_or_path", "unknown")
         raise UserError(
             f"{option} is an adapter, not a model; {adapter}; found an adapter of {base}, expected a whole model; "
-            "give the base model, or merge the adapter into it first"
+            f"give that model, and the adapter as --lora.path {folder}"
         )
     file = folder / "config.json"
     if not file.exists():
@@ -327,7 +334,29 @@ def _read_config(folder: Path, option: str, *, is_critic: bool = False) -> tuple
     return config, warnings
 
 
+def longest_sequence(path: str) -> int | None:
+    """Tokens of prompt and response together that the model in a local folder takes; None: there is no such folder.
+
+    Raises UserError for a config.json that cannot be used.
+    """
+    folder = Path(path).expanduser()
+    if not path.strip() or not (folder / "config.json").is_file():
+        return None
+    return _longest(_read_config(folder, "--model.path")[0], folder)[0]
+
+
 def _check_length(config: dict[str, Any], folder: Path, max_prompt_len: int, max_response_len: int) -> None:
+    limit, name = _longest(config, folder)
+    if max_prompt_len + max_response_len > limit:
+        raise UserError(
+            f"prompt and response do not fit the model; {folder / 'config.json'}; found --data.max-prompt-len "
+            f"{max_prompt_len} + --rollout.max-response-len {max_response_len} = {max_prompt_len + max_response_len}, "
+            f"expected at most {name}={limit}; lower one of the two"
+        )
+
+
+def _longest(config: dict[str, Any], folder: Path) -> tuple[int, str]:
+    """Tokens of prompt and response together, and what of config.json says so."""
     limit = config["max_position_embeddings"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     is_yarn = isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) == "yarn"
@@ -343,12 +372,7 @@ def _check_length(config: dict[str, Any], folder: Path, max_prompt_len: int, max
     shorter = [length for length in _lengths_of_one_table(config, rope) if length < limit]
     if shorter:  # beyond, a sequence's tables would depend on the longest one that is packed beside it
         name, limit = "original_max_position_embeddings", min(shorter)
-    if max_prompt_len + max_response_len > limit:
-        raise UserError(
-            f"prompt and response do not fit the model; {folder / 'config.json'}; found --data.max-prompt-len "
-            f"{max_prompt_len} + --rollout.max-response-len {max_response_len} = {max_prompt_len + max_response_len}, "
-            f"expected at most {name}={limit}; lower one of the two"
-        )
+    return limit, name
 
 
 def _lengths_of_one_table(config: dict[str, Any], rope: Any) -> list[int]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from lib.config.values import resolve_path
 from lib.dist import World
 from lib.errors import DamagedCheckpoint, UserError
+from lib.storage.adapter import ADAPTER_FILE
 from lib.storage.checkpoint_folder import check, find_checkpoints, share, verify
 from lib.storage.weight_headers import shards_beside
 
@@ -48,7 +49,9 @@ def verify_actor(actor: Path, world: World) -> dict[str, str]:
         manifest = check(actor.parent, below=NEEDED)
         wanted = {name: entry for name, entry in manifest.files.items() if name.startswith(NEEDED)}
         verify(actor.parent, share(wanted, world.rank, world.size), below=NEEDED)
-        is_ours = {name for name in wanted if name.startswith("actor/model/") or name.endswith("/config.json")}
+        is_ours = {
+            name for name in wanted if name.startswith("actor/model/") or name.endswith(("/config.json", ADAPTER_FILE))
+        }
         return {name: wanted[name].hash for name in is_ours}
 
     return world.agree(run)

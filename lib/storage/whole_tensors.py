@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lib.errors import DamagedCheckpoint, UserError
 from lib.regular_files import check_regular
-from lib.storage.weight_headers import DOWNLOAD_AGAIN, Shape, iter_weight_files, shards_beside
+from lib.storage.weight_headers import DOWNLOAD_AGAIN, Shape, iter_weight_files
 
 WRITE_BYTES = 2**26  # bytes that a write brings from the GPU at once
 ANOTHER = "use another checkpoint of the run, or copy this one again"
@@ -104,14 +104,19 @@ class ShardedTensor:
 
     def _refuse_infinite(self, piece: Piece, found: Tensor, dtype: torch.dtype) -> None:
         if bool(torch.isfinite(found).all()):
-            raise UserError(
-                f"a weight is too large for {str(dtype).removeprefix('torch.')}; {self.name} in {piece.file}; found "
-                f"{float(found.abs().max()):.3g}, expected at most {torch.finfo(dtype).max:.3g}; use --dtype bfloat16"
-            )
+            raise refuse_too_large(self.name, piece.file, found, dtype)
         raise UserError(
             f"the weights hold NaN or infinity; {self.name} in {piece.file}; found "
             f"{int((~torch.isfinite(found)).sum())} such values; use a checkpoint from before the run diverged"
         )
+
+
+def refuse_too_large(name: str, where: Path, found: Tensor, dtype: torch.dtype) -> UserError:
+    """The error for a finite tensor that is not finite in `dtype`."""
+    return UserError(
+        f"a weight is too large for {str(dtype).removeprefix('torch.')}; {name} in {where}; found "
+        f"{float(found.abs().max()):.3g}, expected at most {torch.finfo(dtype).max:.3g}; use --dtype bfloat16"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +171,7 @@ def _piece(file, tensors, name: str, offsets: dict) -> Piece:
     if len(shape) != len(start) or min(start, default=0) < 0:
         raise ValueError(f"offsets {start} for a piece of shape {shape}")
     return Piece(
-        file=file, offsets=start, shape=shape, dtype=DTYPES[view.get_dtype()], read=lambda: _read_tensor(file, name)
+        file=file, offsets=start, shape=shape, dtype=DTYPES[view.get_dtype()], read=lambda: read_tensor(file, name)
     )
 
 
@@ -176,6 +181,7 @@ class ShardsFolder:
     def __init__(self, path: Path) -> None:
         self.path, self._shards = path, read_shards(path)
         self.files = {name: tensor.pieces[0].file for name, tensor in self._shards.tensors.items()}
+        self.shapes = {name: tensor.shape for name, tensor in self._shards.tensors.items()}
 
     def read(self, name: str) -> Tensor:
         """One whole tensor as it was saved. Raises DamagedCheckpoint when a part of it is missing."""
@@ -214,17 +220,11 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         """One tensor as it was saved."""
-        return _read_tensor(self.files[name], name)
+        return read_tensor(self.files[name], name)
 
 
-def open_weights(folder: str | Path) -> SafetensorsFolder | ShardsFolder:
-    """The weights of a model folder: its own, or, of a checkpoint's `huggingface`, the shards beside it."""
-    shards = shards_beside(Path(folder))
-    return SafetensorsFolder(folder) if shards is None else ShardsFolder(shards)
-
-
-def _read_tensor(file: Path, name: str) -> Tensor:
-    """Opens the file anew: it is mapped into memory, and what was read stays resident until it is closed."""
+def read_tensor(file: Path, name: str) -> Tensor:
+    """One tensor of a safetensors file, which is opened anew: what was read stays in memory until it is closed."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as tensors:

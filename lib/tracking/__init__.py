@@ -4,8 +4,8 @@ from lib.rooms import exports
 
 __all__, __getattr__ = exports(
     __name__,
-    console="StartupTimer",
     metrics="Metrics",
     run="Run TrackingConfig",
     run_folder="read_metrics",
+    startup="StartupTimer",
 )

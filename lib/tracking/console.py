@@ -1,14 +1,15 @@
-"""What people look at: lines and tables for the terminal, TensorBoard, the learning curve, and the start-up times."""
+"""What people look at: tables and samples for the terminal, TensorBoard, the learning curve."""
 
 import io
-import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 VALIDATION_NAME = re.compile(r"val-core/(.+)/([^/]+)/((?:mean|best|maj)@\d+|greedy)(?:/mean)?")
 """A core validation metric: source, variable, statistic."""
@@ -27,23 +28,6 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  " + "  ".join(cells) for cells in aligned)
 
 
-def training_line(row: Mapping[str, float], num_steps: int) -> str:
-    """`step 12/60 | reward 0.413 | grad norm 0.84 | length 11.2 | 3.1 s | 1,240 tok/s per rank`, as far as known."""
-    parts = [f"step {row['step']}/{num_steps}"]
-    for name, form in (
-        ("critic/score/mean", "reward {:.3f}"),
-        ("actor/pg_loss", "loss {:+.4f}"),
-        ("actor/grad_norm", "grad norm {:.3g}"),
-        ("critic/vf_explained_var", "critic explains {:.2f}"),
-        ("response_length/mean", "length {:.1f}"),
-        ("timing_s/step", "{:.1f} s"),
-        ("perf/throughput", "{:,.0f} tok/s per rank"),
-    ):
-        if name in row:
-            parts.append(form.format(row[name]))
-    return " | ".join(parts)
-
-
 def validation_values(history: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     """Per core validation metric (without the /std ones): its steps and values."""
     values: dict[str, list[tuple[int, float]]] = {}
@@ -55,18 +39,49 @@ def validation_values(history: Sequence[Mapping[str, Any]]) -> dict[str, list[tu
 
 
 def validation_table(history: Sequence[Mapping[str, Any]]) -> str:
+    """The newest validation; where it is not the first one, with what has changed since that."""
     rows = []
     for name, values in validation_values(history).items():
         source, variable, metric = VALIDATION_NAME.fullmatch(name).groups()
-        change = f"{values[-1][1] - values[0][1]:+.3f}" if len(values) > 1 else ""
+        change = f"{values[-1][1] - values[0][1]:+.3f} since step {values[0][0]}" if len(values) > 1 else ""
         rows.append((source, f"{variable}/{metric}", f"{values[-1][1]:.3f}", change))
-    header = ("source", "metric", "value", "change since start")
+    header = ("source", "metric", "value", "change")
+    if not any(change for *_, change in rows):
+        header, rows = header[:-1], [row[:-1] for row in rows]
     return f"validation at step {history[-1]['step']}\n{format_table(header, rows)}"
 
 
-def shorten(text: str, width: int = 60) -> str:
-    """The text on one line, its middle left out when it is longer than `width`."""
-    text = repr(text)[1:-1]
+def in_words(name: str, values: Sequence[tuple[int, float]]) -> str:
+    """What came of a validation metric: its first and last value, or the only one."""
+    (first_step, first), (last_step, last) = values[0], values[-1]
+    if len(values) == 1:
+        return f"{name}: {last:.3f} (step {last_step}, the only validation)"
+    return f"{name}: {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})"
+
+
+def sample_lines(row: Mapping[str, Any], *, width: int) -> str:
+    """A prompt with its source, and below it the response with its score, each shortened to a line."""
+    prompt, response = " ".join(str(row["prompt"]).split()), repr(str(row["response"]))[1:-1]
+    verdict = f"  (score {row['score']}, expected {shorten(str(row['ground_truth']), 30)}, {row['finish_reason']})"
+    source = f"  {shorten(str(row['data_source']), 30)} | "
+    return (
+        f"{source}{shorten(prompt, width - len(source))}\n"
+        f"    -> {shorten(response, max(20, width - 7 - len(verdict)))}{verdict}"
+    )
+
+
+def choose_different(rows: Sequence[T], count: int, *, source_and_prompt: Callable[[T], tuple[Any, Any]]) -> list[T]:
+    """Up to `count` rows, no two of one prompt, of as many sources as there are; the first ones of each."""
+    by_source: dict[Any, dict[Any, T]] = {}
+    for row in rows:
+        source, prompt = source_and_prompt(row)
+        by_source.setdefault(source, {}).setdefault(prompt, row)
+    in_turn = zip_longest(*(of_source.values() for of_source in by_source.values()))
+    return [row for turn in in_turn for row in turn if row is not None][:count]
+
+
+def shorten(text: str, width: int) -> str:
+    """The text, its middle left out when it is longer than `width`."""
     return text if len(text) <= width else f"{text[: width // 2 - 2]} ... {text[-(width // 2 - 3) :]}"
 
 
@@ -80,10 +95,12 @@ def plot_learning_curve(history: Sequence[Mapping[str, Any]], path: Path) -> Non
     style = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
     with pyplot.rc_context({**style, "grid.alpha": 0.25, "legend.frameon": False}):
         figure, (top, bottom) = pyplot.subplots(2, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="tight")
+        dashes = cycle(("-", "--", ":", "-."))  # so that of two equal lines both are seen
         for name, values in validation_values(history).items():
             source, variable, metric = VALIDATION_NAME.fullmatch(name).groups()
-            label = f"{source}: {variable}/{metric}  {values[0][1]:.3f} to {values[-1][1]:.3f}"
-            top.plot(*zip(*values, strict=True), marker="o", markersize=5, linewidth=2, label=label)
+            ends = [f"{value:.3f}" for _, value in (values[0], values[-1])[-len(values) :]]  # one, where there is one
+            label = f"{source}: {variable}/{metric}  {' to '.join(ends)}"
+            top.plot(*zip(*values, strict=True), marker="o", markersize=5, linewidth=2, label=label, ls=next(dashes))
         rewards = [(row["step"], row["critic/score/mean"]) for row in history if "critic/score/mean" in row]
         if rewards:
             steps, values = zip(*rewards, strict=True)
@@ -91,7 +108,7 @@ def plot_learning_curve(history: Sequence[Mapping[str, Any]], path: Path) -> Non
             means = [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
             bottom.plot(steps, values, color="tab:gray", alpha=0.35, linewidth=1, label="each step")
             bottom.plot(steps, means, color="tab:green", linewidth=2, label=f"mean of the last {window} steps")
-        top.set(title="Learning curve", ylabel="validation")
+        top.set(title=f"Learning curve of {path.parent.name}", ylabel="validation")
         bottom.set(xlabel="step", ylabel="training reward")
         for axes in (top, bottom):
             if axes.lines:
@@ -111,41 +128,3 @@ def tensorboard_record(**event: Any) -> bytes:
     record = io.BytesIO()
     RecordWriter(record).write(Event(wall_time=time.time(), **event).SerializeToString())
     return record.getvalue()
-
-
-# ---- Start-up ----
-
-
-class StartupTimer:
-    """Where the seconds went between the launch (of torchrun, where there is one) and the first training step."""
-
-    def __init__(self) -> None:
-        launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-        age = _process_age_s(launcher)
-        self._launched = time.monotonic() - age
-        self._phases = [("launch and imports", age)]
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measures its body as one row of the table. Phases do not nest."""
-        start = time.monotonic()
-        yield
-        self._phases.append((name, time.monotonic() - start))
-
-    @property
-    def total(self) -> float:
-        """Seconds since the launch."""
-        return time.monotonic() - self._launched
-
-    def table(self) -> str:
-        """The phases and their seconds, ending in `launch -> first step: X s`. Call it when the first step begins."""
-        total = self.total
-        phases = [*self._phases, ("other", total - sum(seconds for _, seconds in self._phases))]
-        rows = [(name, f"{seconds:.1f}") for name, seconds in phases]
-        return f"{format_table(('start-up', 'seconds'), rows)}\n  launch -> first step: {total:.1f} s"
-
-
-def _process_age_s(pid: int) -> float:
-    """Seconds since the process started, from the 22nd field of its stat file (clock ticks after boot)."""
-    started = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return max(0.0, float(Path("/proc/uptime").read_text().split()[0]) - started)

@@ -1,7 +1,7 @@
 """The run folder, the terminal, and the loggers: everything a run leaves behind except checkpoints.
 
-    RUN/config.json  metrics.jsonl  tensorboard/  learning_curve.png  logs/rank_R.log  status.json
-    RUN/samples/step_N.jsonl  rollouts/step_N.parquet
+    RUN/config.json  metrics.jsonl  tensorboard/  learning_curve.png  logs/rank_R.log  status.json  report.html
+    RUN/samples/step_N.jsonl  rollouts/step_N.parquet  tokens/step_N.jsonl
 
 metrics.jsonl has one JSON object a line, `step` first (0 = before training). JSON has no NaN or infinity, so these are
 the strings "NaN", "Infinity" and "-Infinity", which `float` reads. Secrets (lib/secret_values.py) are blanked in all of
@@ -31,15 +31,17 @@ from lib.dist import World
 from lib.errors import FULL, LockstepError, NoSpace, Stopped, UserError, check_fields, error_line
 from lib.secret_values import blank
 from lib.storage.writing import write_whole
+from lib.torchrun import command, leave_word, under_torchrun
 from lib.tracking.console import (
     VALIDATION_NAME,
+    in_words,
     plot_learning_curve,
-    shorten,
+    sample_lines,
     tensorboard_record,
-    training_line,
     validation_table,
     validation_values,
 )
+from lib.tracking.report import PAGE, TOKENS, launch_command, read_view, run_page, surplus
 from lib.tracking.run_folder import (
     METRICS,
     append,
@@ -58,6 +60,7 @@ from lib.tracking.run_folder import (
     to_json,
     to_lines,
 )
+from lib.tracking.step_table import StepTable
 from lib.tracking.terminal import Terminal
 
 ROOM = ".room"
@@ -70,7 +73,7 @@ class TrackingConfig:
     """Where a run is logged besides its folder. Keys come from the environment or `wandb login`, never from here."""
 
     wandb_project: str | None = None
-    """Weights & Biases project to log to; none by default. WANDB_MODE=offline is honoured."""
+    """Weights & Biases project to log to, also with WANDB_MODE=offline; None: none."""
     name: str | None = None
     """Name of the run in Weights & Biases; the run folder's name by default."""
     rollouts_every: int = 10
@@ -115,8 +118,10 @@ class Run:
         resumable: bool = False,
         date: str | None = None,
         needed_gib: float = 0.1,
+        defaults: Mapping[str, Any] | None = None,
     ):
-        """Makes the folder, and logs to it from here on. `config` must hold no secrets (dataclass fields only).
+        """Makes the folder, and logs to it from here on. `config` must hold no secrets (dataclass fields only);
+        `defaults` is that of a run which sets nothing, from which report.html tells what was set.
 
         With `last_row` the run that is there goes on: rows and samples of later steps are moved aside (-1: all are).
         `resumable`: whether a checkpoint is there. `date`: when the run began, kept in status.json. Raises UserError
@@ -125,11 +130,16 @@ class Run:
         """
         self.world, self.cfg, self.num_steps, self.resumable = world, cfg, num_steps, resumable
         self.step, self.state, self.date = max(0, last_row or 0), "running", date
+        self._overwrite = overwrite
         self.variables: set[str] = set()
         """Names of the numbers that its validations report."""
         self._topics: set[str] = set()  # of what was said once
+        self._table = StepTable(num_steps)
+        self._samples: list[str] = []  # to be said below the step's numbers
         self._waiting: list[tuple[int, Path, bytes]] = []  # (step, file, what is to be appended), while it is full
         self._is_full = False
+        self._defaults = defaults or {}
+        self._has_news, self._validates = False, False  # for report.html
         goes_on = last_row is not None
         check_run(run_dir, cfg, world, overwrite=overwrite, goes_on=goes_on, needed_gib=needed_gib)
         self.dir: Path = self._on_rank_0(
@@ -170,8 +180,8 @@ class Run:
             self._topics.add(topic)
             self.say(text)
 
-    def progress(self, label: str, total: int) -> AbstractContextManager[Callable[[], None]]:
-        """A bar on a terminal, else a line every 10 seconds: call the yielded function for every one that is done."""
+    def progress(self, label: str, total: float = 0) -> AbstractContextManager[Callable[..., None]]:
+        """Shows, while its body lasts, that it does; as `Terminal.progress`."""
         return self.terminal.progress(label, total)
 
     def restore(self) -> None:
@@ -193,25 +203,28 @@ class Run:
         self.step = step
         self._on_rank_0(lambda: self._write_metrics(step, metrics))
 
-    def save_samples(self, step: int, rows: Sequence[Mapping[str, Any]], *, show: int = 0) -> None:
-        """Appends all ranks' sample rows (already gathered) to samples/step_N.jsonl; says the first `show` of them.
+    def save_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Appends all ranks' sample rows (already gathered) to samples/step_N.jsonl.
 
         Keys: uid, data_source, prompt, response, ground_truth, score, extras, finish_reason, temperature.
         """
         path = self.dir / "samples" / f"step_{step}.jsonl"
         self._on_rank_0(lambda: self._write((step, path, to_lines(rows))))
-        self.show_samples(rows[:show])
 
     def show_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Says a line for each of these rows: prompt, response, ground_truth, score, finish_reason."""
-        for row in blank(rows):  # while secrets are whole
-            prompt, response = shorten(str(row["prompt"])), shorten(str(row["response"]))
-            expected, score = shorten(str(row["ground_truth"]), 30), row["score"]
-            self.say(f"  {prompt} -> {response}  (score {score}, expected {expected}, {row['finish_reason']})")
+        """Notes these rows, which `log` shows below the step's numbers: data_source, prompt, response, ground_truth,
+        score, finish_reason."""
+        self._samples += [
+            sample_lines(row, width=self.terminal.width) for row in blank(rows)
+        ]  # while secrets are whole
 
     def save_rollouts(self, step: int, data: bytes) -> None:
         """Writes what rank 0 has made to rollouts/step_N.parquet, unless it is empty; the newest 50 files stay."""
         self._on_rank_0(lambda: self._write_rollouts(step, data) if data else None)
+
+    def save_tokens(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Appends rows that rank 0 has made (lib/rollouts/shown_samples.py) to tokens/step_N.jsonl, for report.html."""
+        self._on_rank_0(lambda: self._write_tokens(step, rows) if rows else None)
 
     def catch_up(self) -> None:
         """Raises NoSpace unless all that was logged is in the files: without it there may be no checkpoint, since the
@@ -244,7 +257,12 @@ class Run:
             if isinstance(error, Stopped):
                 line = str(error)
                 again = "it can be resumed" if self.resumable else "there is no checkpoint to resume from"
-                self.say(f"stopped after step {self.step} of {self.num_steps}: {line}; {again}")
+                last_words = f"stopped after step {self.step} of {self.num_steps}: {line}; {again}"
+                if self.resumable:  # of equal options the last one counts
+                    last_words += f"\ngo on with: {command(*['--overwrite', 'False'] * self._overwrite)}"
+                report = "\nwhat torchrun prints below is its own report of the stop, and says no more"
+                self.say(last_words + report * bool(error.code and under_torchrun()))
+                leave_word(last_words)
             elif isinstance(error, LockstepError):
                 line = error_line(error)
             else:
@@ -257,6 +275,8 @@ class Run:
                     with suppress(OSError):  # a rank that fails at the same moment may have taken it
                         os.replace(self.dir / ROOM, self._new_status)
                     self._write_status(error=line)  # once a rank has failed, others only lose their peer
+                    if self.world.rank == 0:
+                        self._write_report()
                 self._close()
             if self._waiting:
                 self.say(
@@ -273,7 +293,7 @@ class Run:
     def _start(self, config: Mapping[str, Any], last_row: int | None) -> None:
         self._write_status()  # first: without it the folder would belong to no run
         (self.dir / ROOM).write_bytes(os.urandom(ROOM_BYTES))  # zeros might take no room
-        for name in ("samples", "rollouts", "tensorboard"):
+        for name in ("samples", "rollouts", TOKENS, "tensorboard"):
             (self.dir / name).mkdir(exist_ok=True)
         (self.dir / "config.json").write_text(to_json(config, indent=2) + "\n", encoding="utf-8")
         if last_row is not None and (moved := cut_after(self.dir, last_row)):
@@ -299,9 +319,19 @@ class Run:
         if self._wandb is not None:
             self._wandb.log(dict(metrics), step=step)
         if "critic/score/mean" in metrics:
-            self.say(training_line(row, self.num_steps))
-        if any(VALIDATION_NAME.fullmatch(name) for name in metrics):
+            self.say(self._table.lines(row))
+        is_validation = any(VALIDATION_NAME.fullmatch(name) for name in metrics)
+        if is_validation:
             self.say(validation_table(self._history()))
+        if self._samples:
+            whose = "validation at " if is_validation else ""
+            self.say("\n".join([f"samples of {whose}step {step}", *self._samples]))
+        if is_validation or self._samples:
+            self._table.interrupted()
+        self._samples = []
+        self._validates |= is_validation
+        if is_validation or (self._has_news and not self._validates):
+            self._write_report()
 
     def _write_rollouts(self, step: int, data: bytes) -> None:
         folder = self.dir / "rollouts"
@@ -309,6 +339,24 @@ class Run:
         for path in older[: max(0, len(older) - ROLLOUTS_KEPT + 1)]:
             path.unlink()
         self._write((step, folder / f"step_{step}.parquet", data))
+
+    def _write_tokens(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        files = step_files(self.dir / TOKENS, "jsonl")
+        for path in surplus([file for file in files if file[0] < step]):
+            path.unlink()
+        self._write((step, self.dir / TOKENS / f"step_{step}.jsonl", to_lines(rows)))
+        self._has_news = True
+
+    def _write_report(self) -> None:
+        """Writes report.html anew, or says once why it cannot: no page is worth a run. Executed by rank 0."""
+        try:
+            view = read_view(self.dir, history=self._history())
+            page = run_page(view, defaults=self._defaults, command=launch_command())
+            write_whole(self.dir / PAGE, page.encode(errors="backslashreplace"))
+            self._has_news = False
+        except Exception as error:
+            told = " ".join(f"{type(error).__name__}: {error}".split())
+            self.say_once("report", f"warning: the run's page is not written, and training goes on; {PAGE}; {told}")
 
     def _write(self, *entries: tuple[int, Path, bytes]) -> None:
         """Appends to files and renews status.json. While the disk is full, entries wait in memory behind those that do
@@ -351,12 +399,14 @@ class Run:
         history = self._history()
         self._close()
         for name, values in validation_values(history).items():
-            (first_step, first), (last_step, last) = values[0], values[-1]
-            self.say(f"{name}: {first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")
+            self.say(in_words(name, values))
         self.catch_up()
         plot_learning_curve(history, self.dir / "learning_curve.png")
         self._write_status(state="finished")
-        self.say(f"run folder: {self.dir}\nlearning curve: {self.dir / 'learning_curve.png'}")
+        self._write_report()
+        self.say(
+            f"run folder: {self.dir}\nlearning curve: {self.dir / 'learning_curve.png'}\nreport: {self.dir / PAGE}"
+        )
 
     def _write_status(self, *, state: str | None = None, error: str | None = None) -> None:
         """Replaces status.json in one move: a reader sees the old one or the new one, never half of it. The new one's

@@ -152,11 +152,16 @@ def _check_way(folder: Path, *, overwrite: bool) -> None:
 
 def read_status(run_dir: Path) -> dict[str, Any]:
     """status.json of a run folder: state, step, resumable, error, run_id, launch_id, date; empty without one."""
+    return read_object(run_dir / "status.json")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object; empty where it holds none."""
     try:
-        status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return status if isinstance(status, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def launch_id() -> str | None:
@@ -188,7 +193,7 @@ def cut_after(run_dir: Path, last_row: int) -> list[str]:
         append(run_dir / f"{METRICS}.{mark}", to_lines(later))
         moved.append(f"{METRICS}.{mark}")
     write_whole(run_dir / METRICS, to_lines([row for row in rows if row["step"] <= last_row]))
-    for folder, ending in (("samples", "jsonl"), ("rollouts", "parquet")):
+    for folder, ending in (("samples", "jsonl"), ("rollouts", "parquet"), ("tokens", "jsonl")):
         move_aside(path for step, path in step_files(run_dir / folder, ending) if step > last_row)
     return moved
 

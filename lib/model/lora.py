@@ -1,0 +1,160 @@
+"""A policy that learns by adapters (LoRA): frozen weights, and beside the layers' matrices two factors that train.
+
+Forward, a layer multiplies with one weight, that of `effective_weight`, which is also what the engine gets. Backward,
+it computes what autograd would give through that weight, without its gradient: for y = x W_eff^T and s = alpha / rank
+
+    dx = dy W_eff        dA = s (dy B)^T x        dB = s dy^T (x A^T)
+
+with B0 + B and A0 + A in the place of B and A where the adapter begins elsewhere than at zero (PiSSA).
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lib.errors import UserError, check_fields
+from lib.storage.adapter import ALL_LINEAR, adapted_weights, as_one_product, effective_weight
+from lib.storage.peft_folder import read_peft
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Train adapters instead of all weights."""
+
+    rank: int = 0
+    """Rank of the adapters: numbers per row and per column of each adapted matrix; 0: train all weights."""
+    alpha: float = 32.0
+    """Adapters are scaled by alpha / rank, so that a learning rate fits every rank."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Modules with an adapter, such as q_proj down_proj; all-linear: every matrix of the layers."""
+    exclude: tuple[str, ...] = ()
+    """Modules without one, of those."""
+    init: Literal["kaiming", "pissa"] = "kaiming"
+    """Where adapters begin, with the policy as the base model, kaiming: A uniform within 1 / sqrt(inputs), B zero;
+    pissa: the weight's largest singular directions, less themselves, whose published results in reinforcement learning
+    are bad (https://arxiv.org/abs/2512.23165)."""
+    path: str | None = None
+    """Folder of an adapter as peft writes it, and merge.py --adapter: the run begins with it, at its rank, alpha and
+    modules; a KL holds the policy to the model without it; None: begin anew."""
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            self._take_from_folder()
+        check_fields(
+            self,
+            "lora.",
+            rank=(self.rank >= 0, "0 or more"),
+            alpha=(0 < self.alpha < math.inf, "above 0 and finite"),
+            targets=(bool(self.targets), f"names of modules, or {ALL_LINEAR}"),
+        )
+        if self.rank == 0 and (said := [name for name in _NAMES if getattr(self, name) != getattr(LoRAConfig, name)]):
+            raise UserError(
+                f"--lora.{said[0]} means nothing without adapters; found --lora.rank 0, expected 1 or more; add "
+                f"--lora.rank 32, or leave it out (where a recipe gives it, say {getattr(LoRAConfig, said[0])!r})"
+            )
+
+    def _take_from_folder(self) -> None:
+        """Fills rank, alpha and targets from the folder's. Raises UserError when they are others."""
+        peft = read_peft(self.path, "--lora.path")
+        own = {"rank": peft.rank, "alpha": peft.alpha, "targets": peft.modules, "exclude": (), "init": "kaiming"}
+        for name, value in own.items():
+            if getattr(self, name) not in (getattr(LoRAConfig, name), value):
+                raise UserError(
+                    f"an adapter that is there has its own --lora.{name}; --lora.path {self.path}; found "
+                    f"{getattr(self, name)!r}, expected {value!r}; leave --lora.{name} out"
+                )
+            object.__setattr__(self, name, value)
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+
+_NAMES = ("alpha", "targets", "exclude", "init")
+
+
+class AdaptedLinear(nn.Linear):
+    """A frozen linear layer with an adapter."""
+
+    def __init__(self, base: nn.Linear, cfg: LoRAConfig) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias, self.scale = base.weight, base.bias, cfg.scale
+        like = dict(dtype=torch.float32, device=base.weight.device)
+        self.lora_A = nn.Parameter(torch.empty(cfg.rank, self.in_features, **like))
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, cfg.rank, **like))
+        self.lora_A0 = self.lora_B0 = None
+        if cfg.init == "pissa":
+            self.lora_A0, self.lora_B0 = (
+                nn.Parameter(torch.empty_like(factor), requires_grad=False) for factor in (self.lora_A, self.lora_B)
+            )
+        self.is_on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in) to (..., out)."""
+        if self.is_on:
+            factors = (self.lora_A, self.lora_B, self.lora_A0, self.lora_B0)
+            return _Adapted.apply(x, self.weight, self.bias, self.scale, *factors)
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class _Adapted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, *factors: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, *factors)
+        ctx.scale = scale
+        return nn.functional.linear(x, effective_weight(weight, *as_one_product(*factors), scale), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *factors = ctx.saved_tensors
+        a, b, a0, b0 = factors
+        rows, grads = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
+        grad_x = None
+        if ctx.needs_input_grad[0]:  # the weight is made again: nothing of that size is kept
+            grad_x = grad @ effective_weight(weight, *as_one_product(*factors), ctx.scale)
+        if a0 is not None:
+            a, b = a0 + a, b0 + b
+        grad_a = ctx.scale * ((grads @ b).T @ rows)
+        grad_b = ctx.scale * (grads.T @ (rows @ a.T))
+        return grad_x, None, None, None, grad_a, grad_b, None, None
+
+
+def adapt_(policy: nn.Module, cfg: LoRAConfig) -> None:
+    """Freezes a policy of the meta device and puts adapters into its layers. Raises UserError."""
+    policy.requires_grad_(False)
+    shapes = {name: tuple(parameter.shape) for name, parameter in policy.named_parameters()}
+    for name in adapted_weights(shapes, targets=cfg.targets, exclude=cfg.exclude):
+        path, _, last = name.removesuffix(".weight").rpartition(".")
+        parent = policy.get_submodule(path)
+        setattr(parent, last, AdaptedLinear(getattr(parent, last), cfg))
+
+
+def initial_factor(name: str, shape: Sequence[int], *, seed: int) -> Tensor:
+    """A as kaiming starts it, float32 on the CPU: a function of its name and the seed, equal on all ranks."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+    bound = 1 / math.sqrt(shape[1])  # of kaiming_uniform_(a=sqrt(5)), as nn.Linear and peft have it
+    return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
+
+
+@contextmanager
+def without_adapter(policy: nn.Module) -> Iterator[None]:
+    """While it holds, the policy is the base model, bit for bit."""
+    adapted = [module for module in policy.modules() if isinstance(module, AdaptedLinear)]
+    for module in adapted:
+        module.is_on = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.is_on = True

@@ -1,0 +1,159 @@
+"""What answers a model between its turns: an `Environment`, or tools. For the user's file, which workers import: the
+standard library alone.
+
+    class Search(Environment):                      def calculate(expression: str) -> str:
+        def setup(self): ...                            '''Evaluates arithmetic.
+        def reset(self, row, seed): ...
+        def step(self, reply): ...                      Args:
+        def score(self): ...                                expression: such as 2 * (3 + 4)
+                                                        '''
+Any method, and any tool, may be `async`. An instance answers one episode.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The dataset's row that an episode begins from."""
+
+    data_source: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]]
+    """The prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A tool call that the model wrote."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    error: str | None = None
+    """Why it is none: text that is not JSON, an unknown tool; the model is told so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """A turn of the model's."""
+
+    text: str
+    """What it sampled, without control tokens and calls."""
+    calls: Sequence[Call]
+    turn: int
+    """0 for the first."""
+    finish_reason: str
+    """`stop`, or `length` where the turn was cut off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What the environment answers. Text stands for one message of the user."""
+
+    messages: str | Sequence[Mapping[str, Any]] = ()
+    """Of the roles tool and user, to be appended; empty: none."""
+    done: bool = False
+    """Whether the episode ends with the turn that this answers; messages are not appended then."""
+    reward: float | None = None
+    """Of that turn; None: none."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means over a step's episodes become turns/NAME."""
+
+
+class Environment:
+    """What an episode's model talks to. Derive from it, and write `reset` and `step`, or give it `tools`."""
+
+    instant: ClassVar[bool] = False
+    """Whether `step` answers within a millisecond: then it is asked in the same step of the engine, in no thread."""
+    replayable: ClassVar[bool] = True
+    """Whether the same row, seed and replies give the same answers: then an interrupted episode goes on, else it
+    begins again."""
+    tools: ClassVar[Sequence[Callable]] = ()
+    """Functions with type hints and docstrings that `step` calls."""
+
+    def setup(self) -> None:
+        """Once per worker process, of an instance that answers no episode: what all share, kept on the class."""
+
+    def reset(self, row: Row, seed: int) -> Observation | None:
+        """Before the first turn; messages are appended to the prompt. `seed` is equal for all episodes of a prompt."""
+
+    async def step(self, reply: Reply) -> Observation:
+        """After every turn: by default the answers of the tools that it calls, at once; done where it calls none."""
+        if not reply.calls:
+            return Observation(done=True)
+        answers = await asyncio.gather(*(self.call(call) for call in reply.calls))
+        names = (call.name for call in reply.calls)
+        return Observation(
+            messages=[
+                {"role": "tool", "name": name, "content": text} for name, text in zip(names, answers, strict=True)
+            ]
+        )
+
+    def score(self) -> float | Mapping[str, Any] | None:
+        """After the last turn: a score as a reward function gives it; None: the reward function scores."""
+        return None
+
+    async def call(self, call: Call) -> str:
+        """What a tool answers, as text. What goes wrong is text too: the model is told."""
+        calls = CALLS.get()
+        known = {function.__name__: function for function in self.tools}
+        error = call.error
+        if error is None and call.name not in known:
+            error = f"there is no tool {call.name!r}; there are {', '.join(known) or 'none'}"
+        if error is None:
+            try:
+                inspect.signature(known[call.name]).bind(**call.arguments)
+            except TypeError as problem:
+                error = f"{call.name}: {problem}"
+        if error is not None:
+            calls.bad += 1
+            return f"error: {error}"
+        try:
+            return as_text(await calls.run(known[call.name], **call.arguments))
+        except TimeoutError:
+            calls.timeouts += 1
+            return f"error: {call.name} timed out after {calls.timeout_s:g} s"
+        except Exception as problem:
+            calls.errors += 1
+            calls.notes.append(problem)
+            return f"error: {call.name}: {type(problem).__name__}: {str(problem)[:300]}"
+
+
+class Calls:
+    """How the tools of a turn are run, and what became of it."""
+
+    timeout_s = math.inf
+
+    def __init__(self) -> None:
+        self.bad = self.errors = self.timeouts = 0
+        self.notes: list[Exception] = []
+        """What tools raised."""
+
+    async def run(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """The result of a function, sync or async. Raises what it raises, and TimeoutError."""
+        result = function(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+
+CALLS: ContextVar[Calls] = ContextVar("calls", default=Calls())  # noqa: B039 (outside a worker nobody counts)
+"""Of the turn that is being answered."""
+
+
+def as_text(value: Any) -> str:
+    """What a tool returned, for the model: text as it is, anything else as JSON where that can be."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes | bytearray):
+        return bytes(value).decode(errors="backslashreplace")
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)

@@ -1,0 +1,322 @@
+"""Environments in worker processes that can be killed, many episodes in each.
+
+An episode stays with its worker, which keeps its environment. A worker that does not answer in time, exits or crashes
+is replaced; one that says it is stuck, in a thread that goes on for ever, gets no new call and is replaced once its
+other calls have ended. Episodes that lose their worker so are replayed on another one: their environment is reset with
+the same seed and gets the same replies again. Where that gives other answers (`replayable` is False) they have failed.
+"""
+
+import math
+import os
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Hashable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lib.config.values import JsonObject
+from lib.data.paths import resolve_file
+from lib.errors import UserError, check_fields
+from lib.secret_values import environment_without_secrets
+from lib.workers.child import frame
+from lib.workers.pool import WorkerPool
+from lib.workers.process import WorkerProcess
+
+START_TIMEOUT_S = 300.0  # for imports and setup(), which may load an index
+GRACE_S = 2.0  # after a call's limit, by which a worker says itself that it is over
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnsConfig:
+    """What answers the model between its turns; without a path a response is one turn."""
+
+    path: str | None = None
+    """Python file with environments or tools."""
+    name: tuple[str, ...] = ()
+    """A class of Environment in that file, or functions that are its tools."""
+    kwargs: JsonObject = field(default_factory=dict)
+    """Keyword arguments of the class, as JSON."""
+    env: tuple[str, ...] = ()
+    """Environment variables that its workers get although their names say that they are secret."""
+    num_workers: int = 4
+    """Worker processes per rank, among which the episodes are dealt."""
+    concurrency: int = 32
+    """Most calls that run in threads of one worker at once."""
+    timeout_s: float = 10.0
+    """Seconds that a tool, or a method of the environment, may take."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "turns.",
+            path=(self.path != "", "a file, or the option left out"),
+            num_workers=(1 <= self.num_workers <= 1024, "from 1 to 1024"),
+            concurrency=(1 <= self.concurrency <= 1024, "from 1 to 1024"),
+            timeout_s=(0 < self.timeout_s <= 86400, "above 0 and at most 86400 (a day)"),
+        )
+        if self.path is None and self.name:
+            raise UserError(
+                f"environments without their file; --turns.name {' '.join(self.name)}; found no --turns.path, expected "
+                "the file that holds them; give --turns.path FILE, or leave --turns.name out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a worker says of an environment."""
+
+    instant: bool
+    replayable: bool
+    tools: list[dict[str, Any]]
+    """As chat templates take them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What became of a call."""
+
+    key: Hashable
+    """Of the episode."""
+    verb: str
+    value: Any
+    """What the environment returned, as JSON; None with an error."""
+    error: str | None
+    seconds: float = 0.0
+    bad_calls: int = 0
+    tool_errors: int = 0
+    tool_timeouts: int = 0
+    notes: tuple[str, ...] = ()
+    """What tools raised, in words."""
+    was_replayed: bool = False
+
+
+@dataclass
+class _Call:
+    job: int
+    verb: str
+    payload: Any
+    is_replay: bool = False
+    """Whether only the environment's state is wanted."""
+
+
+@dataclass
+class _Episode:
+    """An episode's calls: those that were answered, and that which is not."""
+
+    worker: "_TurnsWorker | None" = None
+    history: list[_Call] = field(default_factory=list)
+    open: list[_Call] = field(default_factory=list)
+    """In the order in which the worker gets them; the last one is what was asked, those before it are replayed."""
+    num_replays: int = 0
+    broken: str | None = None
+    """Why no call of it can be answered any more."""
+
+
+class _TurnsWorker(WorkerProcess):
+    """A process that runs lib/turns/worker.py, and the episodes that it holds."""
+
+    def __init__(self, spec: bytes, environment: dict[str, str]) -> None:
+        super().__init__("lib.turns.worker", "the worker of --turns.path", spec, environment, START_TIMEOUT_S)
+        self.keys: set[Hashable] = set()
+        self.calls: dict[int, tuple[Hashable, float]] = {}
+        """By job, the calls that are in this process: their episode, and until when."""
+        self.is_stuck = False
+
+    @property
+    def next_deadline(self) -> float:
+        return min((until for _, until in self.calls.values()), default=self.deadline)
+
+
+class Hub(WorkerPool[_TurnsWorker]):
+    """The environments of a replica's episodes. Raises UserError for a file that is not there."""
+
+    def __init__(self, cfg: TurnsConfig, *, log_path: Path | None = None, describe: bool = True) -> None:
+        super().__init__("turns", cfg.num_workers)
+        self.about: dict[str, About] = {}
+        """By name, of the environments, once a worker has started."""
+        self.num_replaced = 0
+        """Workers that were lost and replaced."""
+        self._cfg = cfg
+        path = resolve_file(cfg.path, "--turns.path").resolve()
+        spec = {
+            "path": str(path), "source": path.read_bytes(), "names": cfg.name, "kwargs": dict(cfg.kwargs),
+            "timeout_s": cfg.timeout_s, "concurrency": cfg.concurrency, "describe": describe,
+            "log_path": os.devnull if log_path is None else str(log_path),
+        }  # fmt: skip
+        self._spec = frame(pickle.dumps(spec))
+        self._environment = environment_without_secrets(cfg.env)
+        self._asked: queue.SimpleQueue[tuple[str, Hashable, Any]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self._episodes: dict[Hashable, _Episode] = {}
+        self._num_jobs = 0
+        self._started = threading.Event()
+        self._begin()
+
+    def wait_until_started(self) -> None:
+        """Until a worker has, or none can. Raises UserError then."""
+        self._started.wait()
+        if self.start_error is not None:
+            raise UserError(self.start_error)
+
+    def call(self, verb: str, key: Hashable, payload: Any = None) -> None:
+        """Asks the environment of an episode, and returns at once: reset, step or score. `close` has no result."""
+        self._asked.put((verb, key, payload))
+        self._wake()
+
+    def take(self, *, wait_s: float = 0.0) -> list[Result]:
+        """The results that have come since the last call; waits for one where there is none."""
+        found = []
+        with suppress(queue.Empty):
+            found.append(self._results.get(timeout=wait_s) if wait_s else self._results.get_nowait())
+            while True:
+                found.append(self._results.get_nowait())
+        return found
+
+    # What follows runs in the pool's thread, which alone touches episodes too.
+
+    def _ended(self) -> None:
+        self._started.set()
+
+    def _make_worker(self) -> _TurnsWorker:
+        return _TurnsWorker(self._spec, self._environment)
+
+    def _cannot_start(self, error: OSError) -> None:
+        self._give_up(f"a worker of --turns.path did not start; {self._cfg.path}; {error}; free memory or processes")
+
+    def _give_up(self, reason: str) -> None:
+        self.start_error = self.start_error or reason
+        self._started.set()
+        for key, episode in self._episodes.items():
+            if episode.open and episode.worker is None:
+                self._fail(key, episode, reason)
+
+    def _assign(self) -> None:
+        while not self._asked.empty():
+            verb, key, payload = self._asked.get_nowait()
+            if verb == "close":
+                self._forget(key)
+                continue
+            episode = self._episodes.setdefault(key, _Episode())
+            episode.open.append(_Call(self._next_job(), verb, payload))
+            if episode.broken is not None:
+                self._fail(key, episode, episode.broken)
+            else:
+                self._send_open(key, episode)
+
+    def _next_job(self) -> int:
+        self._num_jobs += 1
+        return self._num_jobs
+
+    def _forget(self, key: Hashable) -> None:
+        episode = self._episodes.pop(key, None)
+        if episode is not None and episode.worker is not None:
+            episode.worker.keys.discard(key)
+            self._post(episode.worker, frame(pickle.dumps((0, "close", key, None))))
+
+    def _send_open(self, key: Hashable, episode: _Episode) -> None:
+        """Gives an episode's next call to its worker, or to the one with fewest episodes."""
+        if episode.worker is None:
+            able = [worker for worker in self._workers if worker.started and not worker.is_stuck]
+            if not able:
+                if not self._workers:
+                    self._fail(key, episode, self.start_error or "no worker is left")
+                return  # as soon as one has started
+            episode.worker = min(able, key=lambda worker: len(worker.keys))
+            episode.worker.keys.add(key)
+        call = episode.open[0]
+        if call.job not in episode.worker.calls:
+            episode.worker.calls[call.job] = (key, time.monotonic() + self._cfg.timeout_s + GRACE_S)
+            self._post(episode.worker, frame(pickle.dumps((call.job, call.verb, key, call.payload))))
+
+    def _read(self, worker: _TurnsWorker, message: dict[str, Any]) -> None:
+        if not worker.started:
+            if "start_error" in message:
+                self._lose(worker, message["start_error"], is_message=True)
+                return
+            worker.started, worker.deadline = True, math.inf
+            self.about = {name: About(**about) for name, about in message["about"].items()} or self.about
+            self._started.set()
+            for key, episode in self._episodes.items():
+                if episode.worker is None and episode.open:
+                    self._send_open(key, episode)
+            return
+        key, _ = worker.calls.pop(message["job"], (None, 0.0))
+        worker.is_stuck = worker.is_stuck or message["is_stuck"]
+        episode = self._episodes.get(key)
+        if episode is not None and episode.open and episode.open[0].job == message["job"]:
+            self._answered(key, episode, message)
+        if worker.is_stuck and not worker.calls:
+            self._lose(worker, "a call goes on in a thread that does not end")
+
+    def _answered(self, key: Hashable, episode: _Episode, message: dict[str, Any]) -> None:
+        call = episode.open.pop(0)
+        if call.is_replay:
+            if message["error"] is not None:
+                episode.open = episode.open[-1:]
+                self._fail(key, episode, f"the replay failed: {message['error']}")
+                return
+        else:
+            about = {name: message[name] for name in ("seconds", "bad_calls", "tool_errors", "tool_timeouts")}
+            self._results.put(Result(
+                key=key, verb=call.verb, value=message["value"], error=message["error"], notes=tuple(message["notes"]),
+                was_replayed=episode.num_replays > 0, **about,
+            ))  # fmt: skip
+        episode.history.append(call)
+        if episode.open:
+            self._send_open(key, episode)
+
+    def _fail(self, key: Hashable, episode: _Episode, reason: str) -> None:
+        """Ends what was asked, if anything was, with an error: the episode is over."""
+        episode.broken = reason
+        for call in episode.open[-1:]:
+            self._results.put(Result(key=key, verb=call.verb, value=None, error=reason))
+        episode.open = []
+
+    def _expire(self, now: float) -> None:
+        for worker in list(self._workers):
+            late = [job for job, (_, deadline) in worker.calls.items() if deadline <= now]
+            if not worker.started and worker.deadline <= now:
+                self._lose(worker, f"it took over {START_TIMEOUT_S:g} s to start")
+            elif late:
+                self._lose(worker, f"timed out after {self._cfg.timeout_s:g} s, and its worker with it", late=late)
+
+    def _lose(
+        self, worker: _TurnsWorker, reason: str, *, late: list[int] | None = None, is_message: bool = False
+    ) -> None:
+        """Replaces a worker. The episodes with a call in it fail for this reason, or only those with a `late` one where
+        these are named; all others go on elsewhere by replay."""
+        self._stop(worker)
+        if not worker.started:
+            self._give_up(reason if is_message else (
+                f"a worker of --turns.path ended before it was ready; {self._cfg.path}; found that {reason}, expected "
+                "the file to import, and setup() to return, in a process of its own; mend what they do"
+            ))  # fmt: skip
+            return
+        self.num_replaced += 1
+        self._start_worker()
+        in_it = set(worker.calls) if late is None else set(late)
+        for key in worker.keys:
+            episode = self._episodes[key]
+            episode.worker = None
+            if episode.open and episode.open[0].job in in_it:
+                self._fail(key, episode, reason)
+            else:
+                self._replay(key, episode)
+
+    def _replay(self, key: Hashable, episode: _Episode) -> None:
+        """Has an episode's calls made again, before the next one that is asked."""
+        asked = [call for call in episode.open if not call.is_replay]
+        if episode.history and not self.about[episode.history[0].payload["kind"]].replayable:
+            episode.broken = "its worker was lost, and its environment cannot be replayed"
+            self._fail(key, episode, episode.broken)
+            return
+        past = [*episode.history, *(call for call in episode.open if call.is_replay)]
+        again = [_Call(self._next_job(), call.verb, call.payload, is_replay=True) for call in past]
+        episode.history, episode.open = [], [*again, *asked]
+        episode.num_replays += 1
+        if episode.open:
+            self._send_open(key, episode)

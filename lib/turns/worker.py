@@ -1,0 +1,252 @@
+"""The process that holds environments, many episodes at once: started, timed and ended by lib/turns/hub.py.
+
+The user's code runs here and never in the trainer. Synchronous methods and tools run in threads, unless the environment
+is `instant`; asynchronous ones in one loop. Python cannot end a thread: one that overruns its time is answered for, and
+the process says that it is stuck and is to be replaced.
+"""
+
+import asyncio
+import contextvars
+import inspect
+import math
+import os
+import pickle
+import struct
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from lib.rewards.worker import read_result
+from lib.secret_values import remember
+from lib.turns.environment import CALLS, Call, Calls, Environment, Observation, Reply, Row, as_text
+from lib.workers.child import (
+    OWN_FILES,
+    StartError,
+    begin,
+    error_in_words,
+    import_file,
+    memory_bytes,
+    print_to,
+    read_frame,
+    write_frame,
+)
+
+OWN_FILES.add(__file__)
+MODULE = "turns_file"
+MAX_CHARS = 200_000  # of a message; far above what fits a response
+MAX_MESSAGES = 100
+MAX_METRICS = 100
+GRACE_S = 1.0  # by which a step of tools may overrun the limit of each of them
+
+
+def main(fd: int, parent: int) -> None:
+    """Serves requests on descriptor `fd` until the process `parent` closes it, sends END or dies."""
+    requests, replies = begin(fd, parent)
+    spec = pickle.loads(read_frame(requests))
+    remember(spec["kwargs"])
+    print_to(spec["log_path"])
+    try:
+        kinds = load_kinds(spec)
+        about = {name: describe(kind) for name, kind in kinds.items()} if spec["describe"] else {}
+        for kind in kinds.values():
+            kind().setup()
+    except StartError as error:
+        write_frame(replies, {"start_error": str(error)})
+        return
+    except BaseException as error:
+        write_frame(replies, {"start_error": _start_message(spec, "setup() fails", error)})
+        return
+    write_frame(replies, {"warnings": [], "about": about})
+    asyncio.run(_Server(kinds, spec, requests, replies).serve())
+
+
+# ---- Loading ----
+
+
+def load_kinds(spec: dict[str, Any]) -> dict[str, type[Environment]]:
+    """{name: class} of the environments in the user's file; functions that are named become the tools of one. Raises
+    StartError."""
+    module = import_file(spec["path"], spec["source"], MODULE, what="the turns' file", flag="--turns.path")
+    own = {name: it for name, it in vars(module).items() if getattr(it, "__module__", None) == MODULE}
+    kinds = {name: it for name, it in own.items() if inspect.isclass(it) and issubclass(it, Environment)}
+    functions = {name: it for name, it in own.items() if inspect.isfunction(it) and not name.startswith("_")}
+    names = spec["names"]
+    chosen = {name: kinds[name] for name in names if name in kinds}
+    tools = [functions[name] for name in names if name in functions]
+    unknown = [name for name in names if name not in kinds and name not in functions]
+    if unknown or not names:
+        found = ", ".join([*kinds, *functions]) or "no class of Environment and no function"
+        raise StartError(
+            f"the turns' file has no such environment or tool; --turns.path {spec['path']}; found {found}, expected "
+            f"{', '.join(unknown) or 'a name'}; name a class, or functions, with --turns.name"
+        )
+    if tools:
+        chosen["tools"] = type("tools", (Environment,), {"tools": tuple(tools)})
+    return chosen
+
+
+def describe(kind: type[Environment]) -> dict[str, Any]:
+    """What the trainer needs to know of an environment: its flags, and its tools as chat templates take them. Raises
+    StartError for a tool whose type hints or docstring do not say what its arguments are."""
+    from transformers.utils import get_json_schema
+
+    tools = []
+    for function in kind.tools:
+        try:
+            tools.append(get_json_schema(function))
+        except Exception as error:  # its own kinds of errors, for each thing that is missing
+            name = getattr(function, "__name__", repr(function))
+            raise StartError(
+                f"a tool does not say what it takes; {name}; found {' '.join(str(error).split())[:300]}, expected type "
+                "hints and a docstring with a line for each argument below Args:; write them: the model reads them"
+            ) from error
+    return {"instant": kind.instant, "replayable": kind.replayable, "tools": tools}
+
+
+def _start_message(spec: dict[str, Any], what: str, error: BaseException) -> str:
+    return f"{what}; --turns.path {spec['path']}; found {error_in_words(error)}, expected it to return; mend the file"
+
+
+# ---- Serving ----
+
+
+class _Server:
+    """The episodes of this process, and their calls."""
+
+    def __init__(self, kinds: dict[str, type[Environment]], spec: dict[str, Any], requests: Any, replies: Any) -> None:
+        self.kinds, self.timeout_s, self.kwargs = kinds, spec["timeout_s"], spec["kwargs"]
+        self.requests, self.replies = requests, replies
+        self.episodes: dict[Any, Environment] = {}
+        self.threads = ThreadPoolExecutor(spec["concurrency"], "turns")
+        self.num_stuck = 0
+        """Calls that overran their time in a thread that goes on."""
+        self.own_pid = os.getpid()
+
+    async def serve(self) -> None:
+        """Until the channel closes."""
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+        buffer, tasks = bytearray(), set()
+
+        def read() -> None:
+            data = os.read(self.requests.fileno(), 1 << 16)
+            if not data:
+                closed.set()
+                return
+            buffer.extend(data)
+            while len(buffer) >= 8 and len(buffer) >= (end := 8 + struct.unpack(">Q", buffer[:8])[0]):
+                request = pickle.loads(bytes(buffer[8:end]))
+                del buffer[:end]
+                task = loop.create_task(self.answer(*request))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+
+        loop.add_reader(self.requests.fileno(), read)
+        await closed.wait()
+        os._exit(0)  # threads that never end would keep the process
+
+    async def answer(self, job: int, verb: str, key: Any, payload: Any) -> None:
+        """Does what was asked, and says what became of it; never raises."""
+        calls, start = _WorkerCalls(self), time.monotonic()
+        CALLS.set(calls)
+        value, error = None, None
+        try:
+            value = await getattr(self, f"_{verb}")(key, payload, calls)
+        except TimeoutError:
+            error = f"{verb} timed out after {self.timeout_s:g} s"
+        except BaseException as problem:
+            error = error_in_words(problem)
+        if os.getpid() != self.own_pid:  # a child that the user's code forked and forgot
+            os._exit(1)
+        write_frame(self.replies, {
+            "job": job, "value": value, "error": error, "is_stuck": self.num_stuck > 0, "memory": memory_bytes(),
+            "seconds": time.monotonic() - start, "bad_calls": calls.bad, "tool_errors": calls.errors,
+            "tool_timeouts": calls.timeouts, "notes": [error_in_words(problem) for problem in calls.notes[:3]],
+        })  # fmt: skip
+
+    async def _reset(self, key: Any, payload: dict[str, Any], calls: "_WorkerCalls") -> dict[str, Any]:
+        env = self.episodes[key] = self.kinds[payload["kind"]](**self.kwargs)
+        found = await calls.run(env.reset, Row(**payload["row"]), payload["seed"], instant=env.instant)
+        return read_observation(Observation() if found is None else found)
+
+    async def _step(self, key: Any, payload: dict[str, Any], calls: "_WorkerCalls") -> dict[str, Any]:
+        env = self.episodes[key]
+        reply = Reply(**{**payload, "calls": [Call(**call) for call in payload["calls"]]})
+        grace_s = GRACE_S if type(env).step is Environment.step else 0.0
+        return read_observation(await calls.run(env.step, reply, instant=env.instant, grace_s=grace_s))
+
+    async def _score(self, key: Any, payload: None, calls: "_WorkerCalls") -> dict[str, Any] | None:
+        env = self.episodes[key]
+        value = await calls.run(env.score, instant=env.instant)
+        if value is None:
+            return None
+        score, extras = read_result(value)
+        return {"score": score, "extras": extras}
+
+    async def _close(self, key: Any, payload: None, calls: "_WorkerCalls") -> None:
+        self.episodes.pop(key, None)
+
+
+class _WorkerCalls(Calls):
+    """Runs functions within the time limit: synchronous ones in a thread, unless they are instant."""
+
+    def __init__(self, server: _Server) -> None:
+        super().__init__()
+        self.server, self.timeout_s = server, server.timeout_s
+
+    async def run(
+        self, function: Callable, *args: Any, instant: bool = False, grace_s: float = 0.0, **kwargs: Any
+    ) -> Any:
+        limit_s = self.timeout_s + grace_s
+        if instant or inspect.iscoroutinefunction(function):
+            result = function(*args, **kwargs)
+        else:
+            context = contextvars.copy_context()
+            future = self.server.threads.submit(context.run, lambda: function(*args, **kwargs))
+            try:
+                result = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), limit_s)
+            except TimeoutError:
+                if not future.done():
+                    self.server.num_stuck += 1
+                    raise
+                result = future.result()  # what the function itself raised, a TimeoutError of its own
+        return await asyncio.wait_for(result, limit_s) if inspect.isawaitable(result) else result
+
+
+# ---- What an environment returned ----
+
+
+def read_observation(value: Any) -> dict[str, Any]:
+    """An `Observation` as JSON: messages with text of at most 200,000 characters each. Text stands for a message of the
+    user. Raises TypeError or ValueError for anything else."""
+    if isinstance(value, str):
+        value = Observation(messages=value)
+    if not isinstance(value, Observation):
+        raise TypeError(f"returned {type(value).__name__}, expected an Observation")
+    messages = [{"role": "user", "content": value.messages}] if isinstance(value.messages, str) else [*value.messages]
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(f"returned {len(messages)} messages, expected at most {MAX_MESSAGES}")
+    reward, _ = (None, {}) if value.reward is None else read_result(value.reward)
+    if not isinstance(value.metrics, Mapping):
+        raise TypeError(f"returned metrics of {type(value.metrics).__name__}, expected a mapping")
+    metrics = {}
+    for name, number in [*value.metrics.items()][:MAX_METRICS]:
+        with suppress(TypeError, ValueError):
+            if math.isfinite(float(number)):
+                metrics[str(name)[:100]] = float(number)
+    return {
+        "messages": [_message(it) for it in messages],
+        "done": bool(value.done),
+        "reward": reward,
+        "metrics": metrics,
+    }
+
+
+def _message(value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping) or value.get("role") not in ("tool", "user"):
+        role = value.get("role") if isinstance(value, Mapping) else type(value).__name__
+        raise ValueError(f"returned a message of the role {role!r}, expected tool or user")
+    text = as_text(value.get("content", ""))[:MAX_CHARS].encode(errors="backslashreplace").decode()
+    message = {"role": value["role"], "content": text}
+    return message | ({"name": str(value.get("name") or "tool")[:100]} if value["role"] == "tool" else {})

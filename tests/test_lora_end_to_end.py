@@ -1,0 +1,176 @@
+"""The whole command with adapters: trained, continued, evaluated, merged, begun from, and refused in one line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from lib.tracking.run_folder import read_metrics
+from tests.merge_checkpoints import merged, weights
+from tests.prefork import prefork
+from tests.ranks import LIMIT_S, ROOT
+from tests.tiny import make_model, make_questions, make_tokenizer
+
+LORA = ("--lora.rank", "4", "--lora.alpha", "8")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with a model, its tokenizer, training and validation questions."""
+    folder = tmp_path_factory.mktemp("lora_runs")
+    make_tokenizer(make_model(folder / "model"))
+    make_questions(folder / "train.parquet", count=40, start=0)
+    make_questions(folder / "val.parquet", count=7, start=100)
+    return folder
+
+
+def words(folder, run, *more, script="train_grpo.py", num_steps=3, model="model"):
+    return (
+        script, "--model.path", str(folder / model), "--data.train-files", str(folder / "train.parquet"),
+        "--data.val-files", str(folder / "val.parquet"), "--data.max-prompt-len", "24", "--rollout.max-response-len",
+        "12", "--rollout.n", "4", "--rollout.max-num-seqs", "32", "--prompts-per-step", "4", "--mini-batch-size", "16",
+        "--max-tokens-per-gpu", "80", "--num-steps", str(num_steps), "--eval.every", "2", "--optim.lr", "1e-2",
+        "--reward.path", str(ROOT / "recipes/hash_reward.py"), "--reward.num-workers", "1", "--checkpoint.every", "2",
+        "--run-dir", str(folder / run), *more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(files):
+    """A run of three steps on 2 ranks, and what it said."""
+    done = prefork(2, *words(files, "run", *LORA, "--kl-loss-coef", "0.1"), vllm=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return files / "run", done.stdout
+
+
+def refusal(num_ranks, *command):
+    """The one line of a launch that ends with 2 before a model is loaded."""
+    done = prefork(num_ranks, *command, vllm=True)
+    assert set(done.codes) == {2}, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "the policy is loaded" not in done.stdout and "building the engine" not in done.stdout
+    [line] = {line for line in done.stderr.splitlines() if line.startswith("error[2]")}
+    return line
+
+
+def test_a_run_trains_adapters_alone_beside_a_reference_that_is_the_base(run, files):
+    folder, said = run
+    assert "adapter      LoRA of rank 4 on 14 matrices, alpha 8, init kaiming: 0.0" in said
+    assert "the reference is" in said and "without the adapter" in said
+    first, *later = (row for row in read_metrics(folder) if row["step"])
+    # Before the first update the policy is the reference.
+    assert first["actor/kl_loss"] == 0 < later[-1]["actor/kl_loss"]
+    assert all(row["training/rollout_log_probs_diff/mean"] < 1e-5 for row in (first, *later))
+    saved = json.loads((folder / "global_step_3" / "actor" / "huggingface" / "adapter.json").read_text())
+    assert (saved["base"], saved["scale"], saved["dtype"]) == (str(files / "model"), 2.0, "float32")
+    assert len(saved["tensors"]) == len(weights(files / "model"))
+    held = weights(folder / "global_step_3" / "actor" / "model")
+    assert len(held) == 28 and all("lora_" in name for name in held)
+
+
+def test_a_killed_run_goes_on_to_the_bit_also_on_another_number_of_ranks(run, files):
+    folder, _ = run
+    expected = weights(merged(folder / "global_step_3" / "actor", files / "straight"))
+    for name, num_ranks in (("two", 2), ("one", 1)):
+        branch = ("--checkpoint.resume", str(folder / "global_step_2"), "--kl-loss-coef", "0.1")
+        done = prefork(num_ranks, *words(files, name, *LORA, *branch), vllm=True)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        found = weights(merged(files / name / "global_step_3" / "actor", files / f"merged {name}"))
+        for key, tensor in expected.items():
+            same = torch.equal(tensor, found[key]) if num_ranks == 2 else torch.allclose(tensor, found[key], atol=1e-3)
+            assert same, (name, key, float((tensor - found[key]).abs().max()))
+    base = weights(files / "model")
+    assert any(not torch.equal(tensor, base[key]) for key, tensor in expected.items())
+
+
+def test_a_run_is_evaluated_as_its_merged_model_is_and_training_goes_on_from_it(run, files):
+    folder, _ = run
+    target = merged(folder / "global_step_3" / "actor", files / "for eval")
+    alone = merged(folder / "global_step_3" / "actor", files / "alone", adapter=True)
+    answers, added = {}, ("--lora.path", str(alone))
+    for name, model, more in (("run", folder, ()), ("merged", target, ()), ("added", files / "model", added)):
+        command = (
+            "eval.py", "--model.path", str(model), *more, "--data.files", str(files / "val.parquet"), "--output",
+            str(files / f"{name}.parquet"), "--data.max-prompt-len", "24", "--rollout.max-response-len", "12",
+            "--rollout.temperature", "0", "--reward.path", str(ROOT / "recipes/hash_reward.py"),
+        )  # fmt: skip
+        done = prefork(1, *command, vllm=True)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        answers[name] = pq.read_table(files / f"{name}.parquet")["responses"].to_pylist()
+    assert answers["run"] == answers["merged"] == answers["added"]
+    done = prefork(1, *words(files, "full", num_steps=1, model="run"), vllm=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "(0.1 M parameters)" in done.stdout and "adapter " not in done.stdout
+
+
+def test_training_goes_on_from_an_adapter_of_peft_and_is_held_to_the_model_without_it(run, files):
+    folder, _ = run
+    start = merged(folder / "global_step_3" / "actor", files / "to go on from", adapter=True)
+    more = ("--lora.path", str(start), "--kl-loss-coef", "0.1", "--optim.lr", "1e-12")
+    done = prefork(2, *words(files, "again", *more, num_steps=1), vllm=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert f"LoRA of rank 4 on 14 matrices, alpha 8, begun at {start}" in done.stdout
+    assert "adapters hardly learn at --optim.lr 1e-12" in done.stdout
+    [row] = [row for row in read_metrics(files / "again") if row["step"] == 1]
+    assert row["actor/kl_loss"] > 0  # the reference is without it
+    before, after = (
+        weights(merged(run_dir / "actor", files / f"whole {step}"))
+        for step, run_dir in ((3, folder / "global_step_3"), (1, files / "again" / "global_step_1"))
+    )
+    assert all(torch.allclose(before[name], after[name], rtol=0, atol=1e-9) for name in before)
+    make_tokenizer(make_model(files / "another", seed=7))
+    other = words(files, "d", "--lora.path", str(start), num_steps=4, model="another")
+    assert "the adapter was trained on another model" in refusal(2, *other)
+
+
+def test_adapters_train_with_dynamic_sampling_partial_rollouts_a_curriculum_and_another_reference(files):
+    make_tokenizer(make_model(files / "reference", seed=3))
+    more = (
+        "--filter-groups.enable", "True", "--filter-groups.metric", "score", "--rollout.partial-share", "0.75",
+        "--data.curriculum", "True", "--model.reference-path", str(files / "reference"), "--kl-loss-coef", "0.1",
+    )  # fmt: skip
+    done = prefork(2, *words(files, "mixed", *LORA, *more), vllm=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = [row for row in read_metrics(files / "mixed") if row["step"]]
+    assert rows[0]["actor/kl_loss"] > 0 and len(rows) == 3
+    assert all(row["training/rollout_log_probs_diff/mean"] < 1e-5 for row in rows[:1])
+    assert all("lora_" in name for name in weights(files / "mixed" / "global_step_3" / "actor" / "model"))
+
+
+def test_ppo_trains_adapters_beside_a_whole_critic(files):
+    more = ("--critic.warmup-steps", "1", "--kl-reward.coef", "0.05")
+    done = prefork(1, *words(files, "ppo", *LORA, *more, script="train_ppo.py", num_steps=2), vllm=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    step = files / "ppo" / "global_step_2"
+    assert len(weights(step / "actor" / "model")) == 28
+    assert not any("lora_" in name for name in weights(step / "critic" / "model"))
+    assert not (step / "critic" / "huggingface" / "adapter.json").exists()
+
+
+def test_what_does_not_fit_a_checkpoint_is_told_before_a_model_is_loaded(run, files):
+    folder, _ = run
+    again = words(files, "run", "--kl-loss-coef", "0.1", num_steps=4)
+    for more, expected in (
+        (("--lora.rank", "8", "--lora.alpha", "8"), "lora.rank was 4 and is 8"),
+        (("--lora.rank", "4", "--lora.alpha", "16"), "lora.alpha was 8.0 and is 16.0"),
+        ((*LORA, "--lora.exclude", "q_proj"), "lora.exclude"),
+        ((), "lora.rank was 4 and is 0"),
+    ):
+        assert expected in refusal(1, *again, *more)
+    branch = ("--checkpoint.resume", str(folder / "global_step_3"), "--lora.alpha", "8", "--lora.rank")
+    scaled = (*branch, "4", "--lora.alpha", "16")
+    assert "found alpha / rank 4, expected 2" in refusal(1, *words(files, "b", *scaled, num_steps=4))
+    assert "the checkpoint is of another model" in refusal(1, *words(files, "b", *branch, "8", num_steps=4))
+    make_tokenizer(make_model(files / "other", seed=7))
+    other = words(files, "b", *branch, "4", num_steps=4, model="other")
+    assert "the adapter was trained on another model" in refusal(2, *other)
+    assert "has not; no_proj; found q_proj" in refusal(1, *words(files, "c", *LORA, "--lora.targets", "no_proj"))
+
+
+def test_no_training_script_imports_peft():
+    code = "import sys, train_grpo, train_ppo, merge, eval\nassert 'peft' not in sys.modules"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, timeout=LIMIT_S)
