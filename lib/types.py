@@ -8,6 +8,7 @@ Rows are right-padded matrices of numbers per response token; the model itself o
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ class Sample:
     extra_info: dict
     place: int = -1
     """Which of its split's prompts it is, in file order; -1: of none."""
+    messages: list[dict] = field(default_factory=list)
+    """What `prompt_ids` were made of."""
+    agent_name: str | None = None
+    """The row's, which verl's conversations choose by; None: it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +57,8 @@ class Rollout:
     rollout_log_probs: list[float] | None
     """As the engine reported them, per response token, 0 where it was observed; None with --rollout.log-probs False."""
     finish_reason: str
-    """`stop` (an end-of-sequence id or stop string), `length` (the limit), or `unfinished` (partial rollouts)."""
+    """`stop` (an end-of-sequence id or stop string, or the environment's word), `length` (the limit of tokens), `turns`
+    (that of turns), `error` (the environment's; without a score), or `unfinished` (partial rollouts)."""
     score: Score | None = None
     greedy_score: float | None = None
     """Score of a greedy response to the same prompt, where the algorithm asks for one."""
@@ -64,6 +70,8 @@ class Rollout:
     """Lengths of what was sampled and what was observed, in turn, sampled first; none: all of it was sampled."""
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     """(place in response_ids of a turn's last sampled token, what the environment gave for that turn)."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Sums over its turns: tool calls, what went wrong with them, what the environment measured."""
 
     @property
     def is_sampled(self) -> list[bool]:
@@ -75,7 +83,13 @@ class Rollout:
     @property
     def sampled_ids(self) -> list[int]:
         """What the policy chose."""
-        return [token for token, is_sampled in zip(self.response_ids, self.is_sampled, strict=True) if is_sampled]
+        return [token for turn in self.sampled_turns for token in turn]
+
+    @property
+    def sampled_turns(self) -> list[list[int]]:
+        """The same, turn by turn."""
+        ends = [0, *accumulate(self.spans or [len(self.response_ids)])]
+        return [self.response_ids[begin:end] for begin, end in list(pairwise(ends))[::2]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from contextlib import closing
 import pytest
 
 from lib.errors import UserError
-from lib.turns.hub import Hub, TurnsConfig
+from lib.turns.config import TurnsConfig
+from lib.turns.hub import Hub
 
 FILE = '''
 import asyncio, os, random, time

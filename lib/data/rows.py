@@ -34,7 +34,7 @@ class Rows:
         return sum(table.num_rows for table in self.tables)
 
     def __getitem__(self, row: int) -> dict:
-        """{prompt, data_source, reward_model, extra_info} of one row; a missing extra_info is {}."""
+        """{prompt, data_source, reward_model, extra_info, agent_name} of one row; a missing extra_info is {}."""
         table, place = self._find(row)
         cells = self.tables[table].slice(place, 1).to_pylist()[0]
         return {
@@ -42,6 +42,7 @@ class Rows:
             "data_source": cells["data_source"],
             "reward_model": _value(cells["reward_model"]),
             "extra_info": _value(cells.get("extra_info")) or {},
+            "agent_name": cells.get("agent_name"),
         }
 
     def sample(self, row: int, *, uid: int, prompt_ids: Sequence[int] = (), place: int = -1) -> Sample:
@@ -54,6 +55,8 @@ class Rows:
             ground_truth=cells["reward_model"]["ground_truth"],
             extra_info=cells["extra_info"],
             place=place,
+            messages=cells["prompt"],
+            agent_name=cells["agent_name"],
         )
 
     def take(self, rows: Sequence[int], columns: Sequence[str]) -> "pa.Table":

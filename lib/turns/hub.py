@@ -18,51 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.config.values import JsonObject
 from lib.data.paths import resolve_file
-from lib.errors import UserError, check_fields
+from lib.errors import UserError
 from lib.secret_values import environment_without_secrets
+from lib.turns.config import TurnsConfig
 from lib.workers.child import frame
 from lib.workers.pool import WorkerPool
 from lib.workers.process import WorkerProcess
 
 START_TIMEOUT_S = 300.0  # for imports and setup(), which may load an index
 GRACE_S = 2.0  # after a call's limit, by which a worker says itself that it is over
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnsConfig:
-    """What answers the model between its turns; without a path a response is one turn."""
-
-    path: str | None = None
-    """Python file with environments or tools."""
-    name: tuple[str, ...] = ()
-    """A class of Environment in that file, or functions that are its tools."""
-    kwargs: JsonObject = field(default_factory=dict)
-    """Keyword arguments of the class, as JSON."""
-    env: tuple[str, ...] = ()
-    """Environment variables that its workers get although their names say that they are secret."""
-    num_workers: int = 4
-    """Worker processes per rank, among which the episodes are dealt."""
-    concurrency: int = 32
-    """Most calls that run in threads of one worker at once."""
-    timeout_s: float = 10.0
-    """Seconds that a tool, or a method of the environment, may take."""
-
-    def __post_init__(self) -> None:
-        check_fields(
-            self,
-            "turns.",
-            path=(self.path != "", "a file, or the option left out"),
-            num_workers=(1 <= self.num_workers <= 1024, "from 1 to 1024"),
-            concurrency=(1 <= self.concurrency <= 1024, "from 1 to 1024"),
-            timeout_s=(0 < self.timeout_s <= 86400, "above 0 and at most 86400 (a day)"),
-        )
-        if self.path is None and self.name:
-            raise UserError(
-                f"environments without their file; --turns.name {' '.join(self.name)}; found no --turns.path, expected "
-                "the file that holds them; give --turns.path FILE, or leave --turns.name out"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,65 @@
+"""What answers the model between its turns, as options."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lib.config.values import JsonObject
+from lib.engine.conversations import Join
+from lib.errors import UserError, check_fields
+
+Format = Literal["hermes", "qwen3-coder", "llama", "pythonic"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnsConfig:
+    """What answers the model between its turns; without a path a response is one turn."""
+
+    path: str | None = None
+    """Python file with environments or tools."""
+    name: tuple[str, ...] = ()
+    """A class of Environment in that file, or functions that are its tools."""
+    kwargs: JsonObject = field(default_factory=dict)
+    """Keyword arguments of the class, as JSON."""
+    env: tuple[str, ...] = ()
+    """Environment variables that its workers get although their names say that they are secret."""
+    num_workers: int = 4
+    """Worker processes per rank, among which the episodes are dealt."""
+    concurrency: int = 32
+    """Most calls that run in threads of one worker at once."""
+    timeout_s: float = 10.0
+    """Seconds that a tool, or a method of the environment, may take."""
+    max_turns: int = 8
+    """Most turns of the model in an episode."""
+    max_turn_len: int | None = None
+    """Most tokens of one turn; None: as many as --rollout.max-response-len leaves, which holds all turns and what is
+    observed between them."""
+    max_calls: int = 4
+    """Most tool calls of one turn; the model is told that further ones were not made."""
+    max_observation_len: int = 512
+    """Most tokens of what is observed after one turn; longer texts lose their middle."""
+    join: Join | None = None
+    """When an answered episode goes on: at once (arrival); in the step of the engine in which its turn ended, for which
+    all wait (step); when no other episode runs any more (round). With step and round a run is reproduced to the bit.
+    None: step where all environments are `instant`, else arrival."""
+    format: Format | None = None
+    """How the model writes tool calls; None: as its chat template does."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "turns.",
+            path=(self.path != "", "a file, or the option left out"),
+            num_workers=(1 <= self.num_workers <= 1024, "from 1 to 1024"),
+            concurrency=(1 <= self.concurrency <= 1024, "from 1 to 1024"),
+            timeout_s=(0 < self.timeout_s <= 86400, "above 0 and at most 86400 (a day)"),
+            max_turn_len=(self.max_turn_len is None or self.max_turn_len >= 1, "at least 1"),
+            **{
+                name: (getattr(self, name) >= 1, "at least 1")
+                for name in ("max_turns", "max_calls", "max_observation_len")
+            },
+        )
+        if self.path is None and self.name:
+            raise UserError(
+                f"environments without their file; --turns.name {' '.join(self.name)}; found no --turns.path, expected "
+                "the file that holds them; give --turns.path FILE, or leave --turns.name out"
+            )
