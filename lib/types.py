@@ -58,7 +58,8 @@ class Rollout:
     """As the engine reported them, per response token, 0 where it was observed; None with --rollout.log-probs False."""
     finish_reason: str
     """`stop` (an end-of-sequence id or stop string, or the environment's word), `length` (the limit of tokens), `turns`
-    (that of turns), `error` (the environment's; without a score), or `unfinished` (partial rollouts)."""
+    (that of turns), `error` (the environment's; without a score); of partial rollouts `unfinished`, and in conversations
+    `waiting` or `ending`, as lib/engine/conversations.py says."""
     score: Score | None = None
     greedy_score: float | None = None
     """Score of a greedy response to the same prompt, where the algorithm asks for one."""
@@ -72,6 +73,11 @@ class Rollout:
     """(place in response_ids of a turn's last sampled token, what the environment gave for that turn)."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Sums over its turns: tool calls, what went wrong with them, what the environment measured."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the next step goes on with it."""
+        return self.finish_reason in ("unfinished", "waiting", "ending")
 
     @property
     def is_sampled(self) -> list[bool]:

@@ -22,6 +22,7 @@ from lib.engine.rollout_config import RolloutConfig, Sampling
 from lib.errors import Stopped
 from lib.types import Rollout, Sample
 
+UNFINISHED = ("unfinished", "waiting", "ending")
 TURNS, OBSERVED, MAX_LEN, PER_PROMPT = 4, 5, 60, 3
 STOP_IDS = list(range(5, 200, 8))
 LATENCIES = {"none": lambda rng: 0.0, "some": lambda rng: rng.random() * 0.05, "heavy": lambda rng: rng.expovariate(20)}
@@ -42,7 +43,18 @@ class InThreads:
         self.latency, self.rng = latency, random.Random(seed)
         self.order: list[tuple[int, int, int]] = []
 
-    def ask(self, rollout: Rollout, finish_reason: str) -> None:
+    def begin(self, rollout: Rollout) -> None:
+        if rollout.finish_reason == "waiting":
+            self.ask(rollout)
+        elif rollout.finish_reason == "ending":
+            self.end(rollout)
+        else:
+            self.arrived.put(Answer(uid=rollout.sample.uid, index=rollout.index))
+
+    def end(self, rollout: Rollout) -> None:
+        self.arrived.put(Answer(uid=rollout.sample.uid, index=rollout.index, finish_reason="length"))
+
+    def ask(self, rollout: Rollout) -> None:
         turn = len(rollout.spans) // 2
         answer = Answer(
             uid=rollout.sample.uid, index=rollout.index, ids=observed(rollout), reward=float(turn),
@@ -102,7 +114,7 @@ def main(folder: str, out: str, tp_size: str) -> None:
     found["short turns"] = found_of(converse(engine, new(samples), SAMPLING, answers, join="step", max_turn_len=3))
 
     class Ending(InThreads):
-        def ask(self, rollout, finish_reason):
+        def ask(self, rollout):
             self.arrived.put(Answer(uid=rollout.sample.uid, index=rollout.index, finish_reason="stop"))
 
     engine.sleep()
@@ -112,9 +124,19 @@ def main(folder: str, out: str, tp_size: str) -> None:
     found["generate"] = found_of(it for rollouts in engine.generate(samples, group) for it in rollouts)
 
     class Silent(InThreads):
-        def ask(self, rollout, finish_reason):
+        def ask(self, rollout):
             pass
 
+    engine.sleep()
+    left, found["partly"] = new(samples), []
+    while left:  # 3 rounds and more: each ends once a third of the episodes have
+        most = len(left) * 2 // 3
+        ended = list(converse(
+            engine, left, SAMPLING, InThreads(LATENCIES["some"], 1), join="arrival",
+            enough=lambda pending, most=most: len(pending) <= most,
+        ))  # fmt: skip
+        left = [it for it in ended if it.finish_reason in UNFINISHED]
+        found["partly"].append(found_of(ended))
     begin = time.monotonic()
     try:
         stop = (lambda: time.monotonic() - begin > 1.0) if world.rank == 0 else (lambda: False)

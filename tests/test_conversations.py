@@ -1,9 +1,11 @@
 """Episodes of several turns in a real engine: ids are appended to, times of answers change nothing else."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from tests.conversations_worker import LATENCIES, MAX_LEN, OBSERVED, PER_PROMPT, STOP_IDS, TURNS
+from tests.conversations_worker import LATENCIES, MAX_LEN, OBSERVED, PER_PROMPT, STOP_IDS, TURNS, UNFINISHED
 from tests.prefork import prefork
 from tests.tiny import make_model
 
@@ -70,6 +72,25 @@ def test_an_episode_of_one_turn_is_what_generate_samples(found):
         expected = found["generate"][key]
         assert ids == expected[0] and spans == [len(ids)] and finish_reason == expected[3]
         assert torch.allclose(torch.tensor(log_probs), torch.tensor(expected[1]), rtol=0, atol=2e-5)
+
+
+def test_an_interrupted_episode_goes_on_with_what_it_has(found):
+    rounds, whole = found["partly"], found["step none"]
+    reasons = {reason for episodes in rounds for _, _, _, reason, _, _ in episodes.values()}
+    assert {"unfinished", "waiting", "stop"} <= reasons and len(rounds) > 2
+    for before, after in pairwise(rounds):
+        for key, (ids, log_probs, spans, finish_reason, rewards, _) in before.items():
+            assert (key in after) == (finish_reason in UNFINISHED)
+            if key in after:
+                assert after[key][0][: len(ids)] == ids and after[key][1][: len(ids)] == log_probs
+                assert after[key][4][: len(rewards)] == rewards and sum(spans) == len(ids)
+    for key in whole:
+        ids, log_probs, spans, finish_reason, rewards, _ = next(it[key] for it in reversed(rounds) if key in it)
+        assert sum(spans) == len(ids) == len(log_probs) <= MAX_LEN and set(spans[1::2]) <= {OBSERVED}
+        assert (finish_reason == "stop") == (len(spans) == 2 * TURNS - 1 and ids[-1] in STOP_IDS)
+        assert len(rewards) in (len(spans) // 2, len(spans) // 2 + 1)
+    uninterrupted = {key for key, episode in rounds[0].items() if episode[3] in ("stop", "length")}
+    assert uninterrupted and all(rounds[0][key][0] == whole[key][0] for key in uninterrupted)
 
 
 def test_a_stop_drops_what_waits_and_the_engine_goes_on(found):

@@ -6,14 +6,14 @@ before it. So how long an answer takes, and what else the engine samples meanwhi
 and `round` it does not even change the batches that are computed together, and with them not a bit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from lib.engine.engine import RolloutEngine
 from lib.engine.rollout_config import Sampling
 from lib.errors import Stopped
-from lib.types import Rollout
+from lib.types import Rollout, Score
 
 Join = Literal["arrival", "step", "round"]
 """When an answered episode goes on: at once; in the step in which its turn ended, for which all wait; when no other
@@ -25,23 +25,36 @@ WAIT_S = 0.25  # for an answer where nothing runs, before it is asked again whet
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What follows a turn of an episode's."""
+    """What an episode goes on with, or that it is over."""
 
     uid: int
     index: int
+    prompt_ids: Sequence[int] | None = None
+    """Of an episode that begins, where they are not its sample's."""
     ids: Sequence[int] = ()
     """To be appended: what was observed, up to where the next turn begins."""
     finish_reason: str | None = None
-    """Why the episode ends with this turn; None: it goes on."""
+    """Why the episode is over; None: it goes on."""
     reward: float | None = None
-    """Of the turn; None: none."""
+    """Of the last turn; None: none."""
+    score: Score | None = None
+    """Of the episode that is over; None: the reward function's affair."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Added to the episode's."""
 
 
 class Answers(Protocol):
-    """Who answers. Called on the replica's leader alone."""
+    """Who answers. Called on the replica's leader alone; each call returns at once and has one answer."""
 
-    def ask(self, rollout: Rollout, finish_reason: str) -> None:
-        """Takes an episode whose last turn ended so; returns at once."""
+    def begin(self, rollout: Rollout) -> None:
+        """Takes an episode before its first turn, or one that was interrupted: in a turn (`unfinished`), before the
+        answer to one (`waiting`), or when it was over (`ending`)."""
+
+    def ask(self, rollout: Rollout) -> None:
+        """Takes an episode whose last turn has ended."""
+
+    def end(self, rollout: Rollout) -> None:
+        """Takes an episode that has no room for more; its answer ends it with `length`."""
 
     def take(self, *, wait_s: float) -> list[Answer]:
         """The answers that have come since the last call; waits for one where there is none."""
@@ -50,11 +63,13 @@ class Answers(Protocol):
 def converse(
     engine: RolloutEngine, rollouts: Sequence[Rollout], sampling: Sampling, answers: Answers, *, join: Join,
     max_turn_len: int | None = None, stream: str = "train", stop: Callable[[], bool] = lambda: False,
+    enough: Callable[[Collection[Rollout]], bool] = lambda left: False,
 ) -> Iterator[Rollout]:  # fmt: skip
-    """The episodes one by one as they end. `rollouts`: new ones, or ones that were interrupted in a turn.
+    """The episodes one by one as they end; at last, once it is `enough` with those left, these as they are.
 
-    An episode ends with `stop` or what its answer says; with `length` where a turn reaches `max_turn_len`, or the
-    response `sampling.max_response_len`, sampled and observed, or an observation leaves less than 16 tokens of that.
+    `rollouts`: new ones, or ones that were interrupted. An episode ends with what its answer says; with `length` where
+    a turn reaches `max_turn_len`, or the response `sampling.max_response_len`, sampled and observed, or an observation
+    leaves less than 16 tokens of that. What is left is `unfinished`, `waiting` or `ending`, as `Answers.begin` says.
     Executed by all ranks of a replica with the same episodes; `answers` is asked by its leader. `stop` as in
     `RolloutEngine.generate`.
     """
@@ -63,13 +78,14 @@ def converse(
     try:
         with engine.sampling():
             for rollout in rollouts:
-                turns.submit(rollout)
-            while turns.running or turns.waiting:
+                turns.begin(rollout)
+            while (left := turns.left) and not enough(left):
                 if should_stop():
                     raise Stopped("while episodes were going on")
                 if turns.collect(join):
                     yield from turns.go_on()
-                    yield from turns.step()
+                    turns.step()
+            yield from turns.interrupt()
     except BaseException:  # whoever iterates has stopped early: nothing may run on into the next call
         engine.abort(list(turns.running))
         raise
@@ -91,36 +107,46 @@ class _Turns:
         """Of some of those."""
         self.num_steps = 0
 
-    def submit(self, rollout: Rollout) -> None:
-        """Begins the next turn of an episode, or goes on with one that was interrupted."""
-        request = self.engine.submit_turn(rollout, self.sampling, self.stream, max_turn_len=self._room(rollout))
-        self.running[request] = rollout
+    @property
+    def left(self) -> list[Rollout]:
+        return [*self.running.values(), *self.waiting.values()]
 
-    def _room(self, rollout: Rollout) -> int:
-        left = self.sampling.max_response_len - len(rollout.response_ids)
-        return left if self.max_turn_len is None else min(left, self.max_turn_len)
+    def begin(self, rollout: Rollout) -> None:
+        """An episode that is new, or was interrupted."""
+        self._wait(rollout)
+        if self.engine.is_leader:
+            self.answers.begin(rollout)
 
-    def step(self) -> Iterator[Rollout]:
-        """A step of the engine, where one runs; the episodes that end in it."""
+    def _wait(self, rollout: Rollout) -> None:
+        self.waiting[rollout.sample.uid, rollout.index] = rollout
+
+    def _end(self, rollout: Rollout) -> None:
+        """An episode that has no room for more."""
+        self._wait(replace(rollout, finish_reason="ending"))
+        if self.engine.is_leader:
+            self.answers.end(rollout)
+
+    def _submit(self, rollout: Rollout) -> None:
+        """Begins an episode's next turn, or goes on with one that was interrupted."""
+        room = self.sampling.max_response_len - len(rollout.response_ids)
+        if self.max_turn_len is not None:
+            room = min(room, self.max_turn_len - _len_of_open_turn(rollout))
+        self.running[self.engine.submit_turn(rollout, self.sampling, self.stream, max_turn_len=room)] = rollout
+
+    def step(self) -> None:
+        """A step of the engine, where one runs; the episodes whose turns end in it wait from then on."""
         if not self.running:
             return
         for output in self.engine.step():
-            [response], before = output.outputs, self.running.pop(output.request_id)
-            ids, finish_reason = list(response.token_ids), response.finish_reason
-            assert finish_reason in ("stop", "length"), f"the engine ended a turn by {finish_reason}"
-            reported = None if response.logprobs is None else response.logprobs.logprobs
-            rollout = replace(
-                before,
-                response_ids=[*before.response_ids, *ids],
-                rollout_log_probs=_longer(before.rollout_log_probs, reported),
-                spans=[*before.spans, len(ids)],
-            )
-            if finish_reason == "length":  # nobody sampled an end of this turn: nothing can follow it
-                yield replace(rollout, finish_reason="length")
+            [response] = output.outputs
+            assert response.finish_reason in ("stop", "length"), f"the engine ended a turn by {response.finish_reason}"
+            rollout = _sampled(self.running.pop(output.request_id), response.token_ids, response.logprobs)
+            if response.finish_reason == "length":  # nobody sampled an end of this turn: nothing can follow it
+                self._end(rollout)
                 continue
-            self.waiting[rollout.sample.uid, rollout.index] = rollout
+            self._wait(rollout)
             if self.engine.is_leader:
-                self.answers.ask(rollout, finish_reason)
+                self.answers.ask(rollout)
 
     def collect(self, join: Join) -> bool:
         """Takes the answers that have come, and waits a little where there is nothing else to do; whether to go on."""
@@ -140,26 +166,68 @@ class _Turns:
         """Lets the answered episodes go on, in the order of uid and index; those that end."""
         arrived, self.arrived = sorted(self.arrived, key=lambda it: (it.uid, it.index)), []
         for answer in arrived:
-            yield from self._go_on(self.waiting.pop((answer.uid, answer.index)), answer)
+            yield from self._go_on(_answered(self.waiting.pop((answer.uid, answer.index)), answer), answer)
 
     def _go_on(self, rollout: Rollout, answer: Answer) -> Iterator[Rollout]:
-        if answer.reward is not None:
-            rollout = replace(
-                rollout, turn_rewards=[*rollout.turn_rewards, (len(rollout.response_ids) - 1, answer.reward)]
-            )
-        left = self.sampling.max_response_len - len(rollout.response_ids) - len(answer.ids)
-        if answer.finish_reason is not None or left < min(LEAST_TURN, self.sampling.max_response_len // 4):
-            yield replace(rollout, finish_reason=answer.finish_reason or "length")
+        if answer.finish_reason is not None:
+            yield replace(rollout, finish_reason=answer.finish_reason, score=answer.score)
             return
-        blank = [0.0] * len(answer.ids)
-        self.submit(
-            replace(
-                rollout,
-                response_ids=[*rollout.response_ids, *answer.ids],
-                rollout_log_probs=_longer(rollout.rollout_log_probs, blank),
-                spans=[*rollout.spans, len(answer.ids)],
-            )
-        )
+        left = self.sampling.max_response_len - len(rollout.response_ids) - len(answer.ids)
+        if answer.ids and left < min(LEAST_TURN, self.sampling.max_response_len // 4):
+            self._end(rollout)
+            return
+        self._submit(_observed(rollout, answer.ids) if answer.ids else rollout)
+
+    def interrupt(self) -> Iterator[Rollout]:
+        """The episodes that are left, as they are."""
+        found = self.engine.unfinished() if self.running else []
+        assert {request for request, _, _ in found} == set(self.running), "the engine lost a request"
+        self.engine.abort(list(self.running))
+        for request, ids, log_probs in found:
+            rollout = self.running.pop(request)
+            yield replace(_sampled(rollout, ids, log_probs) if ids else rollout, finish_reason="unfinished")
+        for rollout in self.waiting.values():
+            waits = "waiting" if rollout.response_ids else "unfinished"
+            yield rollout if rollout.finish_reason == "ending" else replace(rollout, finish_reason=waits)
+        self.waiting = {}
+
+
+def _len_of_open_turn(rollout: Rollout) -> int:
+    """Tokens of the turn that an episode was interrupted in; 0: a turn begins."""
+    return rollout.spans[-1] if len(rollout.spans) % 2 else 0
+
+
+def _sampled(rollout: Rollout, ids: Sequence[int], log_probs: object) -> Rollout:
+    """The episode with what was sampled of a turn, its first part or a further one."""
+    spans = rollout.spans
+    reported = None if log_probs is None else log_probs.logprobs
+    return replace(
+        rollout,
+        response_ids=[*rollout.response_ids, *ids],
+        rollout_log_probs=_longer(rollout.rollout_log_probs, reported),
+        spans=[*spans[:-1], spans[-1] + len(ids)] if len(spans) % 2 else [*spans, len(ids)],
+    )
+
+
+def _observed(rollout: Rollout, ids: Sequence[int]) -> Rollout:
+    return replace(
+        rollout,
+        response_ids=[*rollout.response_ids, *ids],
+        rollout_log_probs=_longer(rollout.rollout_log_probs, [0.0] * len(ids)),
+        spans=[*rollout.spans, len(ids)],
+    )
+
+
+def _answered(rollout: Rollout, answer: Answer) -> Rollout:
+    """The episode with what its answer says of it."""
+    metrics = {name: rollout.metrics.get(name, 0.0) + value for name, value in answer.metrics.items()}
+    rollout = replace(rollout, metrics={**rollout.metrics, **metrics})
+    if answer.reward is not None:
+        at_last = (len(rollout.response_ids) - 1, answer.reward)
+        rollout = replace(rollout, turn_rewards=[*rollout.turn_rewards, at_last])
+    if answer.prompt_ids is not None:
+        rollout = replace(rollout, sample=replace(rollout.sample, prompt_ids=list(answer.prompt_ids)))
+    return rollout
 
 
 def _longer(log_probs: list[float] | None, more: Sequence[float] | None) -> list[float] | None:

@@ -241,7 +241,7 @@ class RolloutEngine:
             [response] = output.outputs
             rollout = pending.pop(output.request_id)
             yield _extended(rollout, response.token_ids, response.logprobs, response.finish_reason)
-        left = unfinished_requests(self._engine)
+        left = self.unfinished()
         assert {request for request, _, _ in left} == set(pending), "the engine lost a request"
         self._engine.abort_request(list(pending))
         for request, ids, log_probs in left:
@@ -265,6 +265,10 @@ class RolloutEngine:
     def step(self) -> list[Any]:
         """The outputs that end in one step of the engine."""
         return [output for output in self._engine.step() if output.finished]
+
+    def unfinished(self) -> list[tuple[str, list[int], Any]]:
+        """(name, ids sampled so far, their log-probs) of the requests that have not ended."""
+        return unfinished_requests(self._engine)
 
     def abort(self, requests: list[str]) -> None:
         """Drops requests that run."""
