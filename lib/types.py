@@ -58,7 +58,7 @@ class Rollout:
     """As the engine reported them, per response token, 0 where it was observed; None with --rollout.log-probs False."""
     finish_reason: str
     """`stop` (an end-of-sequence id or stop string, or the environment's word), `length` (the limit of tokens), `turns`
-    (that of turns), `error` (the environment's; without a score); of partial rollouts `unfinished`, and in conversations
+    (that of turns), `error` (the environment's; without a score); of partial rollouts `unfinished`, in conversations
     `waiting` or `ending`, as lib/engine/conversations.py says."""
     score: Score | None = None
     greedy_score: float | None = None
@@ -73,6 +73,11 @@ class Rollout:
     """(place in response_ids of a turn's last sampled token, what the environment gave for that turn)."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Sums over its turns: tool calls, what went wrong with them, what the environment measured."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit ended it."""
+        return self.finish_reason in ("length", "turns")
 
     @property
     def is_partial(self) -> bool:
@@ -109,7 +114,7 @@ class Batch:
     prompt_lens: Tensor  # (B,) int64
     response_lens: Tensor  # (B,) int64, all tokens after the prompt
     response_mask: Tensor  # (B, T) bool, True where the policy chose the token; all False for an excluded response
-    truncated: Tensor  # (B,) bool, finish_reason was `length`
+    truncated: Tensor  # (B,) bool, a limit ended it
     valid: Tensor  # (B,) bool, False: excluded (no score)
     scores: Tensor  # (B,) float32, 0 without a score
     named_rewards: Tensor | None = None  # (B, K) float32, by the advantage's reward_keys; 0 without a score

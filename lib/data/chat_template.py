@@ -105,6 +105,14 @@ class ChatTemplate:
         """The text with the control tokens spelled again."""
         return text.translate(self._public)
 
+    def without_control(self, text: str) -> str:
+        """The text without the control tokens in it."""
+        return self._control.sub("", text)
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of ordinary text, which what spells a control token is too."""
+        return self._encode_text(text, split=True)
+
     def encode_masked(self, masked: str) -> list[int]:
         """The ids of a rendered text, in which control tokens are the template's and private characters the names of
         those that a message spelled: ordinary text. Raises CannotSplit."""

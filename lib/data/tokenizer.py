@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lib.data.chat_template import ChatTemplate, first_line, template_line
 from lib.errors import UserError
 from lib.storage.weight_headers import read_json
+from lib.types import Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +64,11 @@ def stop_token_ids(tokenizer: "PreTrainedTokenizerBase", model_path: str | Path)
     return sorted(ids)
 
 
+def text_of(tokenizer: Any, rollout: Rollout) -> str:
+    """What the policy wrote, without special tokens, as reward functions see it; a line break between two turns."""
+    return "\n".join(decode(tokenizer, turn) for turn in rollout.sampled_turns)
+
+
 def decode(tokenizer: Any, ids: list[int]) -> str:
-    """The text of token ids, without special tokens, as reward functions see it."""
+    """The text of token ids, without special tokens."""
     return tokenizer.decode(ids, skip_special_tokens=True)

@@ -140,7 +140,12 @@ class _Turns:
         for output in self.engine.step():
             [response] = output.outputs
             assert response.finish_reason in ("stop", "length"), f"the engine ended a turn by {response.finish_reason}"
-            rollout = _sampled(self.running.pop(output.request_id), response.token_ids, response.logprobs)
+            before = self.running.pop(output.request_id)
+            rollout = _sampled(before, response.token_ids, response.logprobs)
+            if before.spans:  # what the engine has computed of it already lies in its cache, or nearly
+                num_cached = float(output.num_cached_tokens or 0)
+                num_before = len(before.sample.prompt_ids) + len(before.response_ids)
+                rollout = _measured(rollout, {"prompt_tokens": float(num_before), "cached_tokens": num_cached})
             if response.finish_reason == "length":  # nobody sampled an end of this turn: nothing can follow it
                 self._end(rollout)
                 continue
@@ -220,14 +225,18 @@ def _observed(rollout: Rollout, ids: Sequence[int]) -> Rollout:
 
 def _answered(rollout: Rollout, answer: Answer) -> Rollout:
     """The episode with what its answer says of it."""
-    metrics = {name: rollout.metrics.get(name, 0.0) + value for name, value in answer.metrics.items()}
-    rollout = replace(rollout, metrics={**rollout.metrics, **metrics})
+    rollout = _measured(rollout, answer.metrics)
     if answer.reward is not None:
         at_last = (len(rollout.response_ids) - 1, answer.reward)
         rollout = replace(rollout, turn_rewards=[*rollout.turn_rewards, at_last])
     if answer.prompt_ids is not None:
         rollout = replace(rollout, sample=replace(rollout.sample, prompt_ids=list(answer.prompt_ids)))
     return rollout
+
+
+def _measured(rollout: Rollout, metrics: Mapping[str, float]) -> Rollout:
+    sums = {name: rollout.metrics.get(name, 0.0) + value for name, value in metrics.items()}
+    return replace(rollout, metrics={**rollout.metrics, **sums})
 
 
 def _longer(log_probs: list[float] | None, more: Sequence[float] | None) -> list[float] | None:

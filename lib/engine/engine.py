@@ -266,6 +266,10 @@ class RolloutEngine:
         """The outputs that end in one step of the engine."""
         return [output for output in self._engine.step() if output.finished]
 
+    def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """What there is to say of sampled responses beside what a batch of them shows: nothing."""
+        return {}
+
     def unfinished(self) -> list[tuple[str, list[int], Any]]:
         """(name, ids sampled so far, their log-probs) of the requests that have not ended."""
         return unfinished_requests(self._engine)

@@ -226,7 +226,7 @@ def _describe(rollout: Rollout, rank: int, place: int, reward_keys: Sequence[str
         place=place,
         prompt_len=len(rollout.sample.prompt_ids),
         response_len=len(rollout.response_ids),
-        truncated=rollout.finish_reason == "length",
+        truncated=rollout.is_truncated,
         score=score.score,
         named_rewards=tuple(0.0 if score.score is None else float(numbers[key]) for key in reward_keys),
         has_log_probs=log_probs is not None,

@@ -207,9 +207,13 @@ class Scorer(WorkerPool[RewardWorker]):
         """Queues a response (`solution_str`: its text without special tokens) and returns at once.
 
         None asks whether the grader accepts what its own `write_answer` makes of the ground truth: the score is then 1
-        or 0 (None: it has no such function), the answer is in the extras.
+        or 0 (None: it has no such function), the answer is in the extras. An episode that its environment has scored
+        keeps that score.
         """
         self._rollouts.append(rollout)
+        if rollout.score is not None:
+            self._finish(len(self._rollouts) - 1, _with_all(self._reward_keys, rollout.score))
+            return
         self._queue.append(Request(len(self._rollouts) - 1, solution_str, alone=solution_str is None))
         self._wake()
 

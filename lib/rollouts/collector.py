@@ -22,10 +22,10 @@ from lib.algorithms.group_filter import (
     step_groups,
 )
 from lib.data.prompt_stream import PromptStream
-from lib.data.tokenizer import decode
+from lib.data.tokenizer import text_of
 from lib.dist import World
-from lib.engine.engine import RolloutEngine
 from lib.engine.rollout_config import RolloutConfig, Sampling, training_sampling
+from lib.engine.sampler import Sampler
 from lib.rewards.scoring import (
     RewardConfig,
     Scorer,
@@ -60,13 +60,13 @@ class Collector:
     """Samples and scores the prompts of one step after the other. Its state is what a step leaves to the next."""
 
     def __init__(
-        self, engine: RolloutEngine, scorer: Scorer, prompts: PromptStream, tokenizer: Any, *, rollout: RolloutConfig,
+        self, sampler: Sampler, scorer: Scorer, prompts: PromptStream, tokenizer: Any, *, rollout: RolloutConfig,
         reward: RewardConfig, filter_groups: GroupFilterConfig, prompts_per_step: int, mini_batch_size: int,
         with_greedy: bool, mask_truncated: bool, run: Run, stopper: Stopper, world: World,
     ) -> None:  # fmt: skip
         """`with_greedy`: also a greedy response to every prompt, whose score becomes `Rollout.greedy_score`.
         `mask_truncated`: responses cut off at the limit will not train, so they are no signal."""
-        self.engine, self.scorer, self.prompts, self.tokenizer = engine, scorer, prompts, tokenizer
+        self.sampler, self.scorer, self.prompts, self.tokenizer = sampler, scorer, prompts, tokenizer
         self.rollout, self.reward, self.filter_groups = rollout, reward, filter_groups
         self.prompts_per_step, self.mini_batch_size = prompts_per_step, mini_batch_size
         self.with_greedy, self.mask_truncated = with_greedy, mask_truncated
@@ -104,6 +104,8 @@ class Collector:
                 f"{counts['reward/num_declined']:.0f} times (is a return missing?)"
             )
         self._count_calls(metrics, label)
+        for name, value in self.sampler.metrics(scored).items():
+            metrics.set(name, value)
         for text, count in error_counts(scored).items():
             print(f"{label}: the reward of {count} responses failed: {text}")
         rollouts = [rollout for group in groups for rollout in group]
@@ -166,7 +168,7 @@ class Collector:
     def _count_interrupted(self, name: str, metrics: Metrics) -> None:
         """The responses that go on from an earlier step, or that the next one will continue."""
         if self.rollout.partial_share < 1:
-            own = len(self.unfinished) if self.engine.is_leader else 0  # its replica's other ranks hold the same
+            own = len(self.unfinished) if self.sampler.is_leader else 0  # its replica's other ranks hold the same
             metrics.set(f"partial/{name}", sum(self.world.gather(own)))
 
     def _choose_groups(self, metrics: Metrics, label: str) -> tuple[list[Group], int, int, list[Rollout]]:
@@ -210,7 +212,7 @@ class Collector:
 
     def _num_open_prompts(self) -> int:
         """Prompts, of all ranks, whose group will end in this step or a later one."""
-        own = {rollout.sample.uid for rollout in self.unfinished} if self.engine.is_leader else ()
+        own = {rollout.sample.uid for rollout in self.unfinished} if self.sampler.is_leader else ()
         return sum(self.world.gather(len(own)))
 
     def _report(
@@ -252,7 +254,7 @@ class Collector:
         return check_error_rate(scored, self.reward, self.world, at_least=self.prompts_per_step * self.rollout.n)
 
     def _judge(self, group: Group) -> Verdict:
-        trains = [rollout for rollout in group if not (self.mask_truncated and rollout.finish_reason == "length")]
+        trains = [rollout for rollout in group if not (self.mask_truncated and rollout.is_truncated)]
         return judge(metric_values(trains, self.filter_groups.metric), self.filter_groups)
 
     def _sample(self, num_prompts: int, metrics: Metrics, label: str) -> list[Group]:
@@ -260,7 +262,7 @@ class Collector:
 
         None on ranks that only lend a replica their GPU.
         """
-        samples = self.engine.share(self.prompts.next(num_prompts))
+        samples = self.sampler.share(self.prompts.next(num_prompts))
         partial = self.rollout.partial_share < 1  # then responses are counted instead of groups
         total = len(self.unfinished) + len(samples) * self.rollout.n if partial else len(samples)
         total += len(samples) if self.with_greedy else 0
@@ -289,7 +291,7 @@ class Collector:
         self, samples: list[Sample], sampling: Sampling, stream: str, advance: Callable[[], None], *, offset: int
     ) -> None:
         """Hands every response to the scorer as it comes, its index raised by `offset`."""
-        for group in self.engine.generate(samples, sampling, stream=stream, stop=self.stopper.requested):
+        for group in self.sampler.generate(samples, sampling, stream=stream, stop=self.stopper.requested):
             for rollout in group:
                 self._submit(replace(rollout, index=rollout.index + offset))
             advance()
@@ -302,19 +304,19 @@ class Collector:
             for index in range(self.rollout.n)
         ]
         older, self.unfinished = self.unfinished, []
-        for rollout in self.engine.generate_partly(
+        for rollout in self.sampler.generate_partly(
             [*older, *new], training_sampling(self.rollout), share=self.rollout.partial_share,
             max_continued=self.rollout.max_continued, stop=self.stopper.requested,
         ):  # fmt: skip
-            if rollout.finish_reason == "unfinished":
+            if rollout.is_partial:
                 self.unfinished.append(rollout)
             else:
                 self._submit(rollout)
                 advance()
 
     def _submit(self, rollout: Rollout) -> None:
-        if self.engine.is_leader:  # tensor-parallel ranks sample the same; one of them speaks
-            self.scorer.submit(rollout, decode(self.tokenizer, rollout.response_ids))
+        if self.sampler.is_leader:  # tensor-parallel ranks sample the same; one of them speaks
+            self.scorer.submit(rollout, text_of(self.tokenizer, rollout))
 
 
 def _older(rollout: Rollout) -> Rollout:
@@ -333,15 +335,17 @@ def _to_json(rollout: Rollout) -> dict[str, Any]:
     return {
         "uid": rollout.sample.uid,
         "place": rollout.sample.place,
+        **({"prompt_ids": rollout.sample.prompt_ids} if rollout.spans else {}),  # an environment may have added to them
         **fields,
         "score": rollout.score and vars(rollout.score),
     }
 
 
 def _from_json(entry: dict[str, Any], prompts: PromptStream) -> Rollout:
-    fields = {name: value for name, value in entry.items() if name not in ("uid", "place", "score")}
+    fields = {name: value for name, value in entry.items() if name not in ("uid", "place", "prompt_ids", "score")}
     score, uid = entry["score"] and Score(**entry["score"]), entry["uid"]
     sample = prompts.prompts.sample(entry["place"], uid) if "place" in entry else prompts.sample(uid)  # an older file
+    sample = replace(sample, prompt_ids=entry.get("prompt_ids", sample.prompt_ids))
     return Rollout(sample=sample, score=score, **fields)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from lib.data.faults import short
 from lib.data.parquet import to_parquet
 from lib.data.prompts import Prompts
-from lib.data.tokenizer import decode
+from lib.data.tokenizer import text_of
 from lib.rollouts.shown_samples import training_rows
 from lib.rollouts.validation import rows_to_show
 from lib.secret_values import blank
@@ -44,7 +44,7 @@ def save_rollouts(
     if every == 0 or (step > 1 and step % every):
         return {}
     start = time.perf_counter()
-    described = {(r.sample.uid, r.index): _describe(r, decode(tokenizer, r.response_ids)) for r in rollouts}
+    described = {(r.sample.uid, r.index): _describe(r, text_of(tokenizer, r)) for r in rollouts}
     gathered = run.world.gather_to_rank_0((described, _mean_advantages(batch)))
     entries = {place: entry for of_rank, _ in gathered for place, entry in of_rank.items()}
     for _, of_rank in gathered:

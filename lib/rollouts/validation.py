@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lib.data.tokenizer import decode
+from lib.data.tokenizer import text_of
 from lib.dist import World
-from lib.engine.engine import RolloutEngine
 from lib.engine.rollout_config import LOWEST_TEMPERATURE, MAX_GROUP, RolloutConfig, Sampling
+from lib.engine.sampler import Sampler
 from lib.errors import Stopped, UserError, check_fields
 from lib.rewards.scoring import RewardConfig, Scorer, check_error_rate, error_counts
 from lib.rollouts.shown_samples import VALIDATION_PROMPTS, first_prompts, keep_log_probs_of_shown, validation_rows
@@ -82,7 +82,7 @@ class EvalConfig:
 
 
 def evaluate(
-    engine: RolloutEngine, samples: list[Sample], scorer: Scorer, tokenizer: Any, *, cfg: EvalConfig,
+    sampler: Sampler, samples: list[Sample], scorer: Scorer, tokenizer: Any, *, cfg: EvalConfig,
     rollout: RolloutConfig, reward: RewardConfig, world: World, run: Run, stopper: Stopper, step: int,
 ) -> dict[str, float]:  # fmt: skip
     """Validation metrics of all samples, on all ranks; writes every response to samples/step_N.jsonl.
@@ -97,8 +97,8 @@ def evaluate(
     for chosen in cfg.samplings(rollout.max_response_len):
         sampling = replace(chosen, log_probs=rollout.log_probs)
         try:
-            share = engine.share(samples)
-            own = _sample_and_score(engine, share, sampling, scorer, tokenizer, run=run, stopper=stopper)
+            share = sampler.share(samples)
+            own = _sample_and_score(sampler, share, sampling, scorer, tokenizer, run=run, stopper=stopper)
         except Stopped as stopped:
             if step > 0:  # the one before training comes again
                 checkpoint = run.dir / f"global_step_{step}"
@@ -111,7 +111,7 @@ def evaluate(
         for text, count in error_counts(own).items():
             print(f"step {step}: the reward of {count} validation responses failed: {text}")
         check_error_rate(own, reward, world)
-        qualities = [text_quality(r, decode(tokenizer, r.response_ids)) for r in own]
+        qualities = [text_quality(r, text_of(tokenizer, r)) for r in own]
         gathered = world.gather((keep_log_probs_of_shown(own, shown), qualities))
         responses = sorted((r for found, _ in gathered for r in found), key=lambda r: (r.sample.uid, r.index))
         written = responses if world.rank == 0 else []
@@ -138,22 +138,23 @@ def evaluate(
         if sampling.temperature != cfg.temperature:  # the greedy ones beside: names of their own
             found = {f"{name.removesuffix('mean@1')}greedy": value for name, value in found.items()}
         values |= found
+        values |= {f"val-aux/{name}": value for name, value in sampler.metrics(own).items()}
         values["val-aux/num_unscored"] += len(responses) - len(scored)
         values["val-aux/num_variables_left_out"] += num_left_out
     return values | {"timing_s/testing": time.perf_counter() - start}
 
 
 def _sample_and_score(
-    engine: RolloutEngine, share: list[Sample], sampling: Sampling, scorer: Scorer, tokenizer: Any, *, run: Run,
+    sampler: Sampler, share: list[Sample], sampling: Sampling, scorer: Scorer, tokenizer: Any, *, run: Run,
     stopper: Stopper,
 ) -> list[Rollout]:  # fmt: skip
     """This rank's responses with their scores. Raises Stopped on all ranks together."""
     with stopper.together():
         with run.progress("validation", len(share)) as advance:
-            for group in engine.generate(share, sampling, stream="validation", stop=stopper.requested):
-                if engine.is_leader:
+            for group in sampler.generate(share, sampling, stream="validation", stop=stopper.requested):
+                if sampler.is_leader:
                     for response in group:
-                        scorer.submit(response, decode(tokenizer, response.response_ids))
+                        scorer.submit(response, text_of(tokenizer, response))
                 advance()
         return scorer.collect(stop=stopper.requested)
 
