@@ -39,6 +39,7 @@ from lib.launch import (
     make_checkpointer,
     make_collector,
     make_progress,
+    open_conversations,
     open_run,
     open_scorer,
     read_task,
@@ -128,6 +129,7 @@ def train(cfg: PPOConfig) -> None:
         say_what_begins(cfg, task, run)
         with startup.phase("build the engine"):
             engine = build_engine(cfg, task, run)
+            sampler = stack.enter_context(open_conversations(cfg, task, engine, run))
         with startup.phase("load the policy"):
             beside = held_bytes(critic_files.num_parameters, cfg.critic.fsdp, world)
             actor = load_actor(cfg, task, world, reserved_bytes=beside)
@@ -143,7 +145,7 @@ def train(cfg: PPOConfig) -> None:
         if words := task.resume.in_words(cfg, num_steps, reward=task.reward):
             run.say(words)
         validate = partial(
-            evaluate, engine, task.val_samples, scorer, task.tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
+            evaluate, sampler, task.val_samples, scorer, task.tokenizer, cfg=cfg.eval, rollout=cfg.rollout,
             reward=cfg.reward, world=world, run=run, stopper=stopper,
         )  # fmt: skip
         if task.val_samples and cfg.eval.before_train and first_step == 1:
@@ -151,7 +153,7 @@ def train(cfg: PPOConfig) -> None:
                 run.log(0, validate(step=0))
         engine.sleep()
         run.say(startup.table())
-        collector = make_collector(cfg, task, engine, scorer, run, stopper)
+        collector = make_collector(cfg, task, sampler, scorer, run, stopper)
         progress = make_progress(cfg, task, collector)
         checkpointer = stack.enter_context(make_checkpointer(cfg, task, trained, progress, run))
         passes = dict(max_tokens_per_gpu=cfg.max_tokens_per_gpu, temperature=cfg.rollout.temperature, world=world)

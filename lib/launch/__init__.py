@@ -7,7 +7,7 @@ __all__, __getattr__ = exports(
     checks="check_critic check_engines check_input check_same_config check_same_prompts",
     setup=(
         "Task build_engine load_actor load_frozen load_trained_critic make_checkpointer make_collector make_progress "
-        "open_run open_scorer read_task say_what_begins sync_and_compare"
+        "open_conversations open_run open_scorer read_task say_what_begins sync_and_compare"
     ),
     train_config="TrainConfig",
 )

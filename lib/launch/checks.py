@@ -12,6 +12,7 @@ from typing import Any
 from lib.algorithms.kl import kl_in_words
 from lib.config.as_json import config_hash
 from lib.config.values import either, nearest_divisors
+from lib.data.chat_template import ChatTemplate
 from lib.data.curriculum import WEIGHTS
 from lib.data.prompts import DataFiles, Prompts, check_data_files, tokenize
 from lib.data.rows import Rows
@@ -37,6 +38,9 @@ from lib.storage.model_source import find_actor, verify_actor
 from lib.storage.peft_folder import read_peft
 from lib.storage.weight_headers import Shape, some
 from lib.tracking.run import check_run
+from lib.turns.kinds import Kinds
+from lib.turns.start import Turns, find_turns
+from lib.types import Sample
 
 
 def check_engines(rollout: EngineConfig, world: World) -> None:
@@ -81,7 +85,9 @@ def check_input(cfg: TrainConfig, world: World) -> tuple[DataFiles, ModelFiles, 
     """The data and model files, after every check that needs neither transformers nor a GPU, on all ranks together."""
     check_same_config(cfg, world)
     world.agree(lambda: check_launch(cfg, world))
-    files = world.agree(lambda: check_data_files(cfg.data, needs_grader=cfg.reward.path is None))
+    files = world.agree(
+        lambda: check_data_files(cfg.data, needs_grader=cfg.reward.path is None and cfg.turns.path is None)
+    )
     resume = with_date(find_resume(cfg, world), cfg, world)
     model_files = find_models(cfg, resume, world)
     check_run(cfg.run_dir, cfg.tracking, world, overwrite=cfg.overwrite, goes_on=resume.in_place)
@@ -158,12 +164,24 @@ def check_critic(
     return world.agree(check)
 
 
-def try_reward(cfg: TrainConfig, train: Rows, val: Rows) -> str:
-    """A line about the reward function, which can score first rows of both splits, knows every data source and can be
-    answered."""
+def first_samples(cfg: TrainConfig, train: Rows, val: Rows) -> dict[str, Sample]:
+    """{where it stands: row} of first rows of both splits, to try things with."""
     num_trials = min(2, len(train), cfg.data.train_max_samples or 2)
     trials = {train.where(row): train.sample(row, uid=row) for row in range(num_trials)}
-    trials |= {f"{val.where(0)} (validation)": val.sample(0, uid=2)} if len(val) else {}
+    return trials | ({f"{val.where(0)} (validation)": val.sample(0, uid=2)} if len(val) else {})
+
+
+def needs_reward(cfg: TrainConfig, kinds: Kinds | None) -> bool:
+    """Whether a reward function may be asked: not where all environments score themselves and none is given."""
+    return kinds is None or cfg.reward.path is not None or not all(it.scores for it in kinds.about.values())
+
+
+def try_reward(cfg: TrainConfig, train: Rows, val: Rows, kinds: Kinds | None) -> str:
+    """A line about the reward function, which can score first rows of both splits, knows every data source and can be
+    answered."""
+    if not needs_reward(cfg, kinds):
+        return "reward: the environments score"
+    trials = first_samples(cfg, train, val)
     needed = dict.fromkeys(cfg.advantage.reward_keys, "--advantage.reward-keys")
     is_judged = cfg.filter_groups.enable or cfg.data.curriculum
     needed |= {cfg.filter_groups.metric: "--filter-groups.metric"} if is_judged else {}
@@ -204,15 +222,18 @@ def trained_shapes(lora: LoRAConfig, files: ModelFiles) -> dict[str, Shape]:
 
 
 def load_prompts(
-    cfg: TrainConfig, files: DataFiles, model_files: ModelFiles, resume: Resume, world: World
-) -> tuple[Any, list[int], Prompts, Prompts]:
-    """The tokenizer, the ids that end a response, and both splits under the chat template on the run's date; after the
-    checks of models that need transformers."""
+    cfg: TrainConfig, files: DataFiles, model_files: ModelFiles, resume: Resume, kinds: Kinds | None, world: World
+) -> tuple[Any, list[int], Turns | None, Prompts, Prompts]:
+    """The tokenizer, the ids that end a response, how turns are written, and both splits under the chat template on the
+    run's date; after the checks of models that need transformers."""
     check_networks(cfg, model_files, resume)
     tokenizer = load_tokenizer(model_files.folder, chat_template_kwargs=cfg.data.chat_template_kwargs)
     stop_ids = stop_token_ids(tokenizer, model_files.folder)
-    train_set = tokenize(cfg.data, files, tokenizer, split="train", date=resume.date, show_progress=world.rank == 0)
-    return tokenizer, stop_ids, train_set, tokenize(cfg.data, files, tokenizer, split="val", date=resume.date)
+    template = ChatTemplate(tokenizer, cfg.data.chat_template_kwargs, date=resume.date)
+    turns = find_turns(cfg.turns, kinds, template, stop_ids)
+    how = dict(date=resume.date)
+    train_set = tokenize(cfg.data, files, tokenizer, split="train", show_progress=world.rank == 0, **how)
+    return tokenizer, stop_ids, turns, train_set, tokenize(cfg.data, files, tokenizer, split="val", **how)
 
 
 def check_same_prompts(train_set: Prompts, val_set: Prompts, world: World) -> None:

@@ -1,21 +1,31 @@
 """What a script sets up before its first step: prompts, run folder, engine and models. All of it runs on all ranks."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lib.algorithms.kl import KLController
 from lib.checkpoints.checkpointer import Checkpointer, Progress, Trained
 from lib.config.as_json import defaults_of, to_json
+from lib.data.chat_template import ChatTemplate
 from lib.data.prompt_stream import PromptStream
 from lib.data.prompts import DataFiles, Prompts
 from lib.dist import World
 from lib.engine.engine import RolloutEngine
 from lib.engine.function_proof import prove_function
+from lib.engine.sampler import Sampler
 from lib.engine.weight_sync import WeightSync
 from lib.errors import UserError
-from lib.launch.checks import check_same_prompts, data_sources, describe, load_prompts, try_reward
+from lib.launch.checks import (
+    check_same_prompts,
+    data_sources,
+    describe,
+    first_samples,
+    load_prompts,
+    needs_reward,
+    try_reward,
+)
 from lib.launch.resume import Resume
 from lib.launch.train_config import TrainConfig
 from lib.model.adapter_start import begin_adapter_
@@ -33,6 +43,7 @@ from lib.storage.weight_headers import shards_beside
 from lib.storage.weights import hash_tensors
 from lib.tracking.run import Run
 from lib.tracking.startup import StartupTimer
+from lib.turns.start import Turns, find_kinds, open_sampler
 from lib.types import Sample
 
 LOW_LR = 5e-6
@@ -58,6 +69,8 @@ class Task:
     """A line about the reward function."""
     warnings: tuple[str, ...]
     """Of the data files, in the order found."""
+    turns: Turns | None
+    """What answers between the model's turns; None: a response is one turn."""
 
     @property
     def epochs(self) -> float:
@@ -69,20 +82,24 @@ def read_task(
     cfg: TrainConfig, files: DataFiles, model_files: ModelFiles, resume: Resume, world: World, startup: StartupTimer
 ) -> Task:
     """The prompts, tokenised, and the reward function, tried; after `check_input`. Raises UserError, RewardError."""
-    reward = None
+    reward, kinds = None, None
+    trials = {} if files.train is None else first_samples(cfg, files.train, files.val)
+    if cfg.turns.path is not None:
+        with startup.phase("try the environments"):
+            kinds = world.on_rank_0(lambda: find_kinds(cfg.turns, trials))
     with startup.phase("try the reward function"):
         if files.train is not None:  # rows of a dataset class are made with the tokenizer
-            reward = world.agree(lambda: try_reward(cfg, files.train, files.val))
+            reward = world.agree(lambda: try_reward(cfg, files.train, files.val, kinds))
     with startup.phase("tokenise the prompts"):
-        tokenizer, stop_ids, train_set, val_set = world.agree(
-            lambda: load_prompts(cfg, files, model_files, resume, world)
+        tokenizer, stop_ids, turns, train_set, val_set = world.agree(
+            lambda: load_prompts(cfg, files, model_files, resume, kinds, world)
         )
         check_same_prompts(train_set, val_set, world)
         prompts = PromptStream(train_set, seed=cfg.seed, shuffle=cfg.data.shuffle, curriculum=cfg.data.curriculum)
         resume = resume.restore_prompts(prompts)
         val_samples = val_set.all_samples()
         if reward is None:
-            reward = world.agree(lambda: try_reward(cfg, train_set.rows, val_set.rows))
+            reward = world.agree(lambda: try_reward(cfg, train_set.rows, val_set.rows, kinds))
     if cfg.lora.rank:
         with startup.phase("hash the base model"):
             model_files = replace(model_files, tensor_hashes=hash_tensors(model_files.folder, world))
@@ -100,7 +117,7 @@ def read_task(
     return Task(
         model_files=model_files, resume=resume, tokenizer=tokenizer, stop_ids=stop_ids, train_set=train_set,
         val_set=val_set, val_samples=val_samples, prompts=prompts, num_steps=num_steps, reward=reward,
-        warnings=files.warnings,
+        warnings=files.warnings, turns=turns,
     )  # fmt: skip
 
 
@@ -118,7 +135,8 @@ def open_run(cfg: TrainConfig, task: Task, world: World, startup: StartupTimer) 
 
 def open_scorer(cfg: TrainConfig, task: Task, run: Run) -> Scorer:
     """The worker processes of this rank that run the reward function."""
-    sources = data_sources(cfg, task.train_set.rows, task.val_set.rows)
+    kinds = task.turns and task.turns.kinds
+    sources = data_sources(cfg, task.train_set.rows, task.val_set.rows) if needs_reward(cfg, kinds) else set()
     log = run.dir / "logs" / f"rewards_{run.world.rank}.log"
     return Scorer(cfg.reward, sources, reward_keys=cfg.advantage.reward_keys, log_path=log)
 
@@ -139,7 +157,8 @@ def say_what_begins(cfg: TrainConfig, task: Task, run: Run) -> None:
             f"warning: adapters hardly learn at --optim.lr {cfg.optim.lr:g}; about ten times the learning rate that "
             "suits all weights, 1e-5 say, suits them"
         )
-    notes = (f"responses end at {ends}", task.reward, *task.warnings, *train_set.warnings, *val_set.warnings)
+    turns = (f"turns: {task.turns.in_words}", *task.turns.notes) if task.turns else ()
+    notes = (f"responses end at {ends}", task.reward, *turns, *task.warnings, *train_set.warnings, *val_set.warnings)
     for note in dict.fromkeys(notes):  # both splits may give the same warning
         run.say(note)
     run.say(f"building the engine and loading the model; what the libraries say goes to {run.dir}/logs/")
@@ -248,12 +267,24 @@ def sync_and_compare(
     return weight_sync
 
 
+def open_conversations(
+    cfg: TrainConfig, task: Task, engine: RolloutEngine, run: Run
+) -> AbstractContextManager[Sampler]:
+    """What answers prompts: the engine, or with --turns.path conversations with it."""
+    return open_sampler(
+        task.turns, engine,
+        lambda: ChatTemplate(task.tokenizer, cfg.data.chat_template_kwargs, date=task.resume.date),
+        stop_ids=task.stop_ids, max_prompt_len=cfg.data.max_prompt_len, say=run.say,
+        split_prompts=cfg.data.control_tokens == "split", log_path=run.dir / "logs" / f"turns_{run.world.rank}.log",
+    )  # fmt: skip
+
+
 def make_collector(
-    cfg: TrainConfig, task: Task, engine: RolloutEngine, scorer: Scorer, run: Run, stopper: Stopper
+    cfg: TrainConfig, task: Task, sampler: Sampler, scorer: Scorer, run: Run, stopper: Stopper
 ) -> Collector:
     """What collects each step's scored responses."""
     return Collector(
-        engine, scorer, task.prompts, task.tokenizer, rollout=cfg.rollout, reward=cfg.reward,
+        sampler, scorer, task.prompts, task.tokenizer, rollout=cfg.rollout, reward=cfg.reward,
         filter_groups=cfg.filter_groups, prompts_per_step=cfg.prompts_per_step, mini_batch_size=cfg.mini_batch_size,
         with_greedy=cfg.advantage.needs_greedy, mask_truncated=cfg.overlong.mask_truncated, run=run, stopper=stopper,
         world=run.world,

@@ -27,6 +27,7 @@ from lib.model.optim import OptimConfig
 from lib.rewards.scoring import RewardConfig
 from lib.rollouts.validation import EvalConfig
 from lib.tracking.run import TrackingConfig
+from lib.turns.config import TurnsConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
     advantage: Advantage = plug_in(ADVANTAGES, "grpo")
     loss: PolicyLoss = plug_in(LOSSES, "vanilla")
     loss_agg_mode: LossAggMode | None = None
@@ -135,6 +137,7 @@ class TrainConfig:
                 "in training; leave them out (validation has --eval.top-p and --eval.top-k of its own)"
             )
         self._check_older_responses()
+        self.turns.check_sampling(self.rollout)
         if self.overlong.buffer_len > self.rollout.max_response_len:
             raise UserError(
                 f"--overlong.buffer-len {self.overlong.buffer_len} is longer than a response; length shaping; found "

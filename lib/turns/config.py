@@ -5,6 +5,7 @@ from typing import Literal
 
 from lib.config.values import JsonObject
 from lib.engine.conversations import Join
+from lib.engine.rollout_config import SamplingConfig
 from lib.errors import UserError, check_fields
 
 Format = Literal["hermes", "qwen3-coder", "llama", "pythonic"]
@@ -62,4 +63,13 @@ class TurnsConfig:
             raise UserError(
                 f"environments without their file; --turns.name {' '.join(self.name)}; found no --turns.path, expected "
                 "the file that holds them; give --turns.path FILE, or leave --turns.name out"
+            )
+
+    def check_sampling(self, rollout: SamplingConfig) -> None:
+        """Raises UserError for responses whose turns have no end of their own."""
+        found = ["--rollout.stop"] * bool(rollout.stop) + ["--rollout.ignore-eos"] * rollout.ignore_eos
+        if self.path is not None and found:
+            raise UserError(
+                f"a turn must end as the model's chat template ends it; --turns.path {self.path}; found "
+                f"{' and '.join(found)}, expected neither; leave them out"
             )

@@ -12,7 +12,7 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,8 @@ class About:
 
     instant: bool
     replayable: bool
+    scores: bool
+    """Whether it has a `score` of its own."""
     tools: list[dict[str, Any]]
     """As chat templates take them."""
 
@@ -99,9 +101,13 @@ class _TurnsWorker(WorkerProcess):
 class Hub(WorkerPool[_TurnsWorker]):
     """The environments of a replica's episodes. Raises UserError for a file that is not there."""
 
-    def __init__(self, cfg: TurnsConfig, *, log_path: Path | None = None, describe: bool = True) -> None:
-        super().__init__("turns", cfg.num_workers)
-        self.about: dict[str, About] = {}
+    def __init__(
+        self, cfg: TurnsConfig, *, about: Mapping[str, About] | None = None, num_workers: int | None = None,
+        log_path: Path | None = None,
+    ) -> None:  # fmt: skip
+        """`about`: what is known of the environments; None: the first worker that starts is asked."""
+        super().__init__("turns", num_workers or cfg.num_workers)
+        self.about = dict(about or {})
         """By name, of the environments, once a worker has started."""
         self.num_replaced = 0
         """Workers that were lost and replaced."""
@@ -109,7 +115,7 @@ class Hub(WorkerPool[_TurnsWorker]):
         path = resolve_file(cfg.path, "--turns.path").resolve()
         spec = {
             "path": str(path), "source": path.read_bytes(), "names": cfg.name, "kwargs": dict(cfg.kwargs),
-            "timeout_s": cfg.timeout_s, "concurrency": cfg.concurrency, "describe": describe,
+            "timeout_s": cfg.timeout_s, "concurrency": cfg.concurrency, "describe": about is None,
             "log_path": os.devnull if log_path is None else str(log_path),
         }  # fmt: skip
         self._spec = frame(pickle.dumps(spec))

@@ -102,7 +102,8 @@ def describe(kind: type[Environment]) -> dict[str, Any]:
                 f"a tool does not say what it takes; {name}; found {' '.join(str(error).split())[:300]}, expected type "
                 "hints and a docstring with a line for each argument below Args:; write them: the model reads them"
             ) from error
-    return {"instant": kind.instant, "replayable": kind.replayable, "tools": tools}
+    scores = kind.score is not Environment.score
+    return {"instant": kind.instant, "replayable": kind.replayable, "scores": scores, "tools": tools}
 
 
 def _start_message(spec: dict[str, Any], what: str, error: BaseException) -> str:
