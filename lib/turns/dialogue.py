@@ -23,13 +23,13 @@ OWN_METRICS = ("calls", "bad_calls", "tool_errors", "tool_timeouts", "truncated_
 LEFT_OUT = "\n[{} tokens left out]\n"
 CHARS_PER_TOKEN = 32  # of a text that is cut: what is far beyond need not be tokenised
 
-Key = tuple[int, int]
-
 
 @dataclass
 class _Episode:
     """What has been asked about an episode."""
 
+    key: int
+    """Its name in the hub, where answers to one that was interrupted may still come."""
     rollout: Rollout
     kind: str | None
     """Its environment's name; None: nothing answers, it is over after one turn."""
@@ -59,7 +59,11 @@ class Dialogue:
         """That calls of `step` took."""
         self.waited_s = 0.0
         """In which there was nothing to do but to wait for answers."""
-        self._episodes: dict[Key, _Episode] = {}
+        self._episodes: dict[tuple[int, int], _Episode] = {}
+        """By uid and index."""
+        self._open: dict[int, _Episode] = {}
+        """The same by key."""
+        self._num_begun = 0
         self._ready: list[Answer] = []
         self._told: set[str] = set()
 
@@ -69,8 +73,9 @@ class Dialogue:
         """Resets the environment, and gives it again what it had been given."""
         sample = rollout.sample
         kind = self.kinds.of(sample.agent_name, sample.extra_info)
-        episode = _Episode(rollout, kind, self.kinds.tools(kind, sample.extra_info))
-        self._episodes[sample.uid, rollout.index] = episode
+        self._num_begun += 1
+        episode = _Episode(self._num_begun, rollout, kind, self.kinds.tools(kind, sample.extra_info))
+        self._episodes[sample.uid, rollout.index] = self._open[episode.key] = episode
         if kind is not None:
             seed = request_seed(self.seed, sample.uid, stream="environment")
             self._call(episode, "reset", {"kind": kind, "row": self.kinds.row(sample), "seed": seed})
@@ -112,7 +117,7 @@ class Dialogue:
         self._ready = []
 
     def _call(self, episode: _Episode, verb: str, payload: Any = None) -> None:
-        self.hub.call(verb, _key(episode), payload)
+        self.hub.call(verb, episode.key, payload)
 
     def _finish(self, episode: _Episode, finish_reason: str) -> None:
         episode.finish_reason = finish_reason
@@ -139,8 +144,8 @@ class Dialogue:
         """The answers that have come since the last call; waits for one where there is none."""
         start = time.monotonic()
         for result in self.hub.take(wait_s=0.0 if self._ready else wait_s):
-            if result.key in self._episodes:
-                self._read(self._episodes[result.key], result)
+            if result.key in self._open:
+                self._read(self._open[result.key], result)
         if wait_s:
             self.waited_s += time.monotonic() - start
         ready, self._ready = self._ready, []
@@ -249,7 +254,7 @@ class Dialogue:
         return decode(ids[:most])
 
     def _answer(self, episode: _Episode, **answer: Any) -> None:
-        uid, index = _key(episode)
+        uid, index = episode.rollout.sample.uid, episode.rollout.index
         self._ready.append(Answer(uid=uid, index=index, reward=episode.reward, metrics=episode.metrics, **answer))
         episode.reward, episode.metrics = None, {}
 
@@ -258,10 +263,6 @@ class Dialogue:
         self._close(episode)
 
     def _close(self, episode: _Episode) -> None:
-        del self._episodes[_key(episode)]
+        del self._open[episode.key], self._episodes[episode.rollout.sample.uid, episode.rollout.index]
         if episode.kind is not None:
             self._call(episode, "close")
-
-
-def _key(episode: _Episode) -> Key:
-    return episode.rollout.sample.uid, episode.rollout.index
