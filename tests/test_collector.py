@@ -95,6 +95,7 @@ def test_a_step_without_any_score_is_told(scores, expected):
     group = [replace(respond(PROMPTS.sample(0), i), score=Score(score=score)) for i, score in enumerate(scores)]
     said = []
     collector.filter_groups, collector.run = GroupFilterConfig(), SimpleNamespace(say=said.append)
+    collector.sampler = SimpleNamespace(metrics=lambda rollouts: {})
     collector.scorer = SimpleNamespace(num_outgrown=0, num_failed_calls=0, call_error=None)
     collector._sample = lambda num_prompts, metrics, label: [group]
     collector.collect(Metrics(SINGLE), label="step 1/2")

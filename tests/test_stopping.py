@@ -393,12 +393,12 @@ def files(tmp_path_factory):
     make_model(folder / "model")
     make_tokenizer(folder / "model")
     make_questions(folder / "train.parquet", count=400, start=0)
-    make_questions(folder / "val.parquet", count=400, start=400)
+    make_questions(folder / "val.parquet", count=4000, start=400)
     return folder
 
 
 def training(folder, *more):
-    """A run on 2 ranks whose first step, and each validation, would sample for many minutes."""
+    """A run on 2 ranks whose first step and validations sample for minutes, and say so after half of one."""
     return Job(
         2, "train_grpo.py", "--model.path", str(folder / "model"), "--data.train-files", str(folder / "train.parquet"),
         "--data.val-files", str(folder / "val.parquet"), "--data.max-prompt-len", "24", "--rollout.max-response-len",
@@ -411,7 +411,7 @@ def training(folder, *more):
 @pytest.mark.slow
 def test_a_training_run_stops_in_the_middle_of_a_rollout(files):
     with training(files, "--prompts-per-step", "400", "--run-dir", str(files / "run")) as running:
-        running.until(lambda: "step 1/3: sampling: " in running.stdout)
+        running.until(lambda: "  step 1/3: sampling " in running.stdout)
         os.kill(running.pid_of_rank(1), signal.SIGTERM)
         assert running.wait() == 1
         assert status(files) == stopped("SIGTERM on rank 1", step=0)
@@ -425,7 +425,7 @@ def test_a_training_run_stops_in_the_middle_of_a_rollout(files):
 def test_a_step_whose_validation_is_broken_off_is_logged(files):
     words = ("--prompts-per-step", "2", "--run-dir", str(files / "run"), "--overwrite")
     with training(files, *words) as running:
-        running.until(lambda: "validation: " in running.stdout)
+        running.until(lambda: "  validation " in running.stdout)
         os.kill(running.process.pid, signal.SIGUSR1)
         assert running.wait() == 1
         [row] = read_metrics(files / "run")
@@ -442,7 +442,7 @@ def test_a_step_whose_validation_is_broken_off_is_logged(files):
 def test_a_run_whose_last_validation_is_broken_off_ends_and_says_how_to_measure_it(files):
     run = files / "last"
     with training(files, "--prompts-per-step", "2", "--num-steps", "1", "--run-dir", str(run)) as running:
-        running.until(lambda: "validation: " in running.stdout)
+        running.until(lambda: "  validation " in running.stdout)
         os.kill(running.process.pid, signal.SIGUSR1)
         assert running.wait() == 1 and "exitcode" not in running.stderr  # torchrun's own; the ranks end with 0
         [row] = read_metrics(run)
