@@ -185,16 +185,28 @@ def test_a_lost_worker_costs_only_the_episode_that_lost_it(path, kind, how):
             reset(it, key, kind)
         before = {key: ask(it, "step", key, reply("5")).value for key in ("idle", "busy")}
         it.call("step", "busy", reply("slow"))
-        if how == "exit":
-            results(it, 1)
         it.call("step", "bad", reply(how))
-        found = results(it, 1 if how == "exit" else 2)
-        assert found["bad", "step"].error
+        found = results(it, 2)
+        assert found["bad", "step"].error and found["busy", "step"].error is None
         after = {key: ask(it, "step", key, reply("5")) for key in ("idle", "busy")}
         assert after["idle"].value["messages"][0]["content"] == "2" + before["idle"]["messages"][0]["content"][1:]
         assert after["busy"].value["messages"][0]["content"][0] == "3"  # its replies were made again
-        assert after["idle"].was_replayed and it.num_replaced == 1
+        # A process that ends does not say by whose call: each call in it is made again, alone.
+        assert after["idle"].was_replayed and it.num_replaced == (2 if how == "exit" else 1)
         assert ask(it, "step", "bad", reply("5")).error  # over for good
+
+
+def test_of_many_calls_in_a_process_that_ends_only_those_that_end_it_fail(path):
+    with hub(path, "Guess", num_workers=1) as it:
+        for key in range(8):
+            it.call("reset", key, {"kind": "Guess", "row": ROW, "seed": key})
+        results(it, 8)
+        for key in range(8):
+            it.call("step", key, reply("exit" if key in (3, 5) else "slow"))
+        found = {key: result for (key, _), result in results(it, 8).items()}
+        assert {key for key, result in found.items() if result.error} == {3, 5}
+        for key in (0, 4, 7):
+            assert ask(it, "step", key, reply("5")).value["messages"][0]["content"].startswith("2: ")
 
 
 def test_an_environment_that_cannot_be_replayed_fails_when_its_worker_is_lost(path):
@@ -202,7 +214,10 @@ def test_an_environment_that_cannot_be_replayed_fails_when_its_worker_is_lost(pa
         for key in ("bad", "idle"):
             reset(it, key, "Once")
         ask(it, "step", "idle", reply("5"))
-        assert "exited with code 3" in ask(it, "step", "bad", reply("exit")).error
+        lost = ask(it, "step", "bad", reply("exit")).error
+        assert "exited with code 3, and its environment cannot be replayed" in lost
+            "exited with code 3, and its environment cannot be replayed" in ask(it, "step", "bad", reply("exit")).error
+        )
         assert "cannot be replayed" in ask(it, "step", "idle", reply("5")).error
 
 

@@ -4,6 +4,8 @@ An episode stays with its worker, which keeps its environment. A worker that doe
 is replaced; one that says it is stuck, in a thread that goes on for ever, gets no new call and is replaced once its
 other calls have ended. Episodes that lose their worker so are replayed on another one: their environment is reset with
 the same seed and gets the same replies again. Where that gives other answers (`replayable` is False) they have failed.
+A process that ends does not say by whose call: each call in it is made again, alone in a process, and has failed if
+that ends too.
 """
 
 import math
@@ -79,6 +81,8 @@ class _Episode:
     open: list[_Call] = field(default_factory=list)
     """In the order in which the worker gets them; the last one is what was asked, those before it are replayed."""
     num_replays: int = 0
+    is_suspect: bool = False
+    """Whether its worker was lost with a call of its: that is made again, with no other one in the process."""
     broken: str | None = None
     """Why no call of it can be answered any more."""
 
@@ -92,6 +96,8 @@ class _TurnsWorker(WorkerProcess):
         self.calls: dict[int, tuple[Hashable, float]] = {}
         """By job, the calls that are in this process: their episode, and until when."""
         self.is_stuck = False
+        self.reserved_for: Hashable | None = None
+        """The episode that is to be alone in it: others' calls wait."""
 
     @property
     def next_deadline(self) -> float:
@@ -123,6 +129,8 @@ class Hub(WorkerPool[_TurnsWorker]):
         self._asked: queue.SimpleQueue[tuple[str, Hashable, Any]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._episodes: dict[Hashable, _Episode] = {}
+        self._held: dict[Hashable, None] = {}
+        """Episodes whose next call waits for a worker, in order."""
         self._num_jobs = 0
         self._started = threading.Event()
         self._begin()
@@ -186,6 +194,8 @@ class Hub(WorkerPool[_TurnsWorker]):
         episode = self._episodes.pop(key, None)
         if episode is not None and episode.worker is not None:
             episode.worker.keys.discard(key)
+            if episode.worker.reserved_for == key:
+                episode.worker.reserved_for = None
             self._post(episode.worker, frame(pickle.dumps((0, "close", key, None))))
 
     def _send_open(self, key: Hashable, episode: _Episode) -> None:
@@ -196,12 +206,27 @@ class Hub(WorkerPool[_TurnsWorker]):
                 if not self._workers:
                     self._fail(key, episode, self.start_error or "no worker is left")
                 return  # as soon as one has started
-            episode.worker = min(able, key=lambda worker: len(worker.keys))
+            episode.worker = min(able, key=lambda worker: (worker.reserved_for is not None, len(worker.keys)))
             episode.worker.keys.add(key)
-        call = episode.open[0]
-        if call.job not in episode.worker.calls:
-            episode.worker.calls[call.job] = (key, time.monotonic() + self._cfg.timeout_s + GRACE_S)
-            self._post(episode.worker, frame(pickle.dumps((call.job, call.verb, key, call.payload))))
+        call, worker = episode.open[0], episode.worker
+        if call.job in worker.calls:
+            return
+        if episode.is_suspect and worker.reserved_for is None:
+            worker.reserved_for = key
+        if worker.reserved_for is None or (worker.reserved_for == key and not worker.calls):
+            self._held.pop(key, None)
+            worker.calls[call.job] = (key, time.monotonic() + self._cfg.timeout_s + GRACE_S)
+            self._post(worker, frame(pickle.dumps((call.job, call.verb, key, call.payload))))
+        else:
+            self._held[key] = None
+
+    def _send_held(self) -> None:
+        """Tries again what waits for a worker."""
+        for key in list(self._held):
+            episode = self._episodes.get(key)
+            del self._held[key]
+            if episode is not None and episode.open:
+                self._send_open(key, episode)
 
     def _read(self, worker: _TurnsWorker, message: dict[str, Any]) -> None:
         if not worker.started:
@@ -220,8 +245,11 @@ class Hub(WorkerPool[_TurnsWorker]):
         episode = self._episodes.get(key)
         if episode is not None and episode.open and episode.open[0].job == message["job"]:
             self._answered(key, episode, message)
+        if worker.reserved_for == key and not (episode and episode.open):
+            worker.reserved_for = None
         if worker.is_stuck and not worker.calls:
             self._lose(worker, "a call goes on in a thread that does not end")
+        self._send_held()
 
     def _answered(self, key: Hashable, episode: _Episode, message: dict[str, Any]) -> None:
         call = episode.open.pop(0)
@@ -236,6 +264,7 @@ class Hub(WorkerPool[_TurnsWorker]):
                 key=key, verb=call.verb, value=message["value"], error=message["error"], notes=tuple(message["notes"]),
                 was_replayed=episode.num_replays > 0, **about,
             ))  # fmt: skip
+            episode.is_suspect = False
         episode.history.append(call)
         if episode.open:
             self._send_open(key, episode)
@@ -243,7 +272,7 @@ class Hub(WorkerPool[_TurnsWorker]):
     def _fail(self, key: Hashable, episode: _Episode, reason: str) -> None:
         """Ends what was asked, if anything was, with an error: the episode is over."""
         episode.broken = reason
-        for call in episode.open[-1:]:
+        for call in [call for call in episode.open if not call.is_replay]:
             self._results.put(Result(key=key, verb=call.verb, value=None, error=reason))
         episode.open = []
 
@@ -258,8 +287,8 @@ class Hub(WorkerPool[_TurnsWorker]):
     def _lose(
         self, worker: _TurnsWorker, reason: str, *, late: list[int] | None = None, is_message: bool = False
     ) -> None:
-        """Replaces a worker. The episodes with a call in it fail for this reason, or only those with a `late` one where
-        these are named; all others go on elsewhere by replay."""
+        """Replaces a worker. Its episodes go on elsewhere by replay; those with a call in it alone in a process, and
+        where they were so already, they fail for this reason. Of `late` calls, where these are named, it is known."""
         self._stop(worker)
         if not worker.started:
             self._give_up(reason if is_message else (
@@ -269,21 +298,22 @@ class Hub(WorkerPool[_TurnsWorker]):
             return
         self.num_replaced += 1
         self._start_worker()
-        in_it = set(worker.calls) if late is None else set(late)
-        for key in worker.keys:
+        for key in list(worker.keys):
             episode = self._episodes[key]
             episode.worker = None
-            if episode.open and episode.open[0].job in in_it:
+            job = episode.open[0].job if episode.open else None
+            if job in (late or ()) or (late is None and job in worker.calls and episode.is_suspect):
                 self._fail(key, episode, reason)
             else:
-                self._replay(key, episode)
+                episode.is_suspect |= late is None and job in worker.calls
+                self._replay(key, episode, reason)
+        self._send_held()
 
-    def _replay(self, key: Hashable, episode: _Episode) -> None:
+    def _replay(self, key: Hashable, episode: _Episode, reason: str) -> None:
         """Has an episode's calls made again, before the next one that is asked."""
         asked = [call for call in episode.open if not call.is_replay]
         if episode.history and not self.about[episode.history[0].payload["kind"]].replayable:
-            episode.broken = "its worker was lost, and its environment cannot be replayed"
-            self._fail(key, episode, episode.broken)
+            self._fail(key, episode, f"{reason}, and its environment cannot be replayed")
             return
         past = [*episode.history, *(call for call in episode.open if call.is_replay)]
         again = [_Call(self._next_job(), call.verb, call.payload, is_replay=True) for call in past]
