@@ -50,7 +50,7 @@ def all_of(rows):
 
 
 def test_a_file_reads_as_parquet_of_the_same_rows_does(tmp_path):
-    written = [row(i) for i in range(9000)]  # two batches
+    written = [row(i, agent_name=f"agent{i}" if i % 3 else None) for i in range(9000)]  # two batches
     lines, _ = read_rows(write(tmp_path / "a.jsonl", written), FLAG)
     write_rows(tmp_path / "a.parquet", written)
     columns, _ = read_rows((str(tmp_path / "a.parquet"),), FLAG)
@@ -62,8 +62,8 @@ def test_a_file_reads_as_parquet_of_the_same_rows_does(tmp_path):
     assert lines.spread(7) == columns.spread(7) == lines.spread(7, data_source="arithmetic")
     assert lines.answer_kinds == columns.answer_kinds == ("string",)
     assert count_overlap(lines, columns) == count_overlap(columns, lines) == 9000
-    table = lines.take([3, 8999], ["prompt", "data_source", "ability", "reward_model", "extra_info"])
-    assert table.to_pylist() == [row(3), row(8999)]
+    table = lines.take([3, 8999], ["prompt", "data_source", "ability", "reward_model", "extra_info", "agent_name"])
+    assert table.to_pylist() == [written[3], written[8999]]
     pq.write_table(table, tmp_path / "b.parquet")
 
 
@@ -110,7 +110,8 @@ def test_the_content_decides_what_a_file_is_and_kinds_mix(tmp_path):
     (jsonl,) = write(tmp_path / "a.parquet", [plain()])
     write_rows(tmp_path / "b.jsonl", [row(1)])
     rows, _ = read_rows((jsonl, str(tmp_path / "b.jsonl")), FLAG)
-    assert all_of(rows) == [plain(), {name: row(1)[name] for name in plain()}]
+    unnamed = {"agent_name": None}
+    assert all_of(rows) == [plain() | unnamed, {name: row(1)[name] for name in plain()} | unnamed]
     assert [rows.where(place) for place in range(2)] == [f"{jsonl} line 1", f"{tmp_path / 'b.jsonl'} row 0"]
     assert rows.take([0, 1], ["prompt", "reward_model"]).num_rows == 2
 
@@ -230,6 +231,7 @@ def test_the_one_bad_row_of_many_is_named_by_its_line_in_the_words_for_parquet(t
         ("prompt", {"role": "user"}, "an object"),
         ("prompt", ["1 + 1"], "text, '1 + 1'"),
         ("data_source", 3, "a number, 3"),
+        ("agent_name", ["x"], "a list, ['x']"),
         ("reward_model", "42", "text, '42'"),
         ("extra_info", '{"index": 1}', "text"),
         ("extra_info", [1], "a list, [1]"),
@@ -313,11 +315,12 @@ def test_a_text_an_answer_key_and_nothing_else_are_enough_with_a_reward_of_ones_
 
     said = [{"role": "user", "content": "1 + 1 = ?"}]
     [got] = all_of(read([BARE], Keys(answer="answer", needs_grader=False)))
-    assert got == {"prompt": said, "data_source": "own", "reward_model": {"ground_truth": "2"}, "extra_info": {}}
+    plainest = {"prompt": said, "data_source": "own", "extra_info": {}, "agent_name": None}
+    assert got == {**plainest, "reward_model": {"ground_truth": "2"}}
     [got] = all_of(read([{"prompt": "1 + 1 = ?"}], OWN))
-    assert got == {"prompt": said, "data_source": "own", "reward_model": {"ground_truth": None}, "extra_info": {}}
-    [got] = all_of(read([BARE | {"data_source": "a"}], Keys(answer="answer")))
-    assert (got["data_source"], got["reward_model"]) == ("a", {"ground_truth": "2"})
+    assert got == {**plainest, "reward_model": {"ground_truth": None}}
+    [got] = all_of(read([BARE | {"data_source": "a", "agent_name": "b"}], Keys(answer="answer")))
+    assert (got["data_source"], got["reward_model"], got["agent_name"]) == ("a", {"ground_truth": "2"}, "b")
     [got] = all_of(read([{"q": "x", "sum": {"of": [1, 2]}}], Keys(prompt="q", answer="sum", needs_grader=False)))
     assert got["reward_model"] == {"ground_truth": {"of": [1, 2]}} and got["prompt"][0]["content"] == "x"
     [got] = all_of(read([plain(answer="9")], Keys(answer="answer")))

@@ -63,12 +63,14 @@ def says(message, *parts):
 
 
 def test_rows_come_back_as_written_in_file_order(tmp_path):
-    first, second = [row(i) for i in range(5)], [row(i, data_source="b") for i in range(5, 8)]
+    first = [row(i) for i in range(5)]
+    second = [row(i, data_source="b", agent_name=None if i == 6 else "tool_agent") for i in range(5, 8)]
     names = write(tmp_path / "a.parquet", first) + write(tmp_path / "b.parquet", second)
     rows, warnings = read_rows(names, FLAG)
-    expected = [{k: v for k, v in r.items() if k != "ability"} for r in first + second]
+    expected = [{"agent_name": None} | {k: v for k, v in r.items() if k != "ability"} for r in first + second]
     assert [rows[i] for i in range(len(rows))] == expected and warnings == []
     assert list(rows.iter_prompts()) == [r["prompt"] for r in expected]
+    assert [rows.sample(i, uid=i).agent_name for i in (0, 5, 6)] == [None, "tool_agent", None]
     assert rows.where(6) == f"{names[1]} row 1" and rows.data_sources() == {"arithmetic", "b"}
 
 
@@ -256,6 +258,8 @@ def test_missing_columns_are_named_all_at_once_with_a_remedy_that_fits(tmp_path)
         ("prompt", [{"role": "user", "content": ["x"]}]),
         ("prompt", [{"role": "user", "content": b"x"}]),
         ("data_source", 3),
+        ("agent_name", 3),
+        ("agent_name", {"name": "x"}),
         ("reward_model", "42"),
         ("reward_model", {"style": "rule"}),
         ("reward_model", {"style": "rule", "ground_truth": b"42"}),

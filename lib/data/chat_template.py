@@ -12,7 +12,7 @@ checked against the template and the tokenizer themselves; what differs is refus
 
 import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
@@ -44,21 +44,25 @@ class ChatTemplate:
         self.date = date or first_date()
         self._variables = {**(variables or {}), "strftime_now": self._strftime_now}
 
-    def encode(self, conversations: list[list[dict]], *, split: bool = False) -> list[np.ndarray]:
+    def encode(
+        self, conversations: list[list[dict]], *, tools: Sequence[dict] = (), split: bool = False
+    ) -> list[np.ndarray]:
         """int32 ids of each conversation, up to where the assistant begins. Raises what the template raises.
 
-        `split`: text that spells a control token is ordinary text; raises CannotSplit.
+        `tools`: schemas, of which the prompt tells. `split`: text that spells a control token is ordinary text; raises
+        CannotSplit.
         """
         encoded = self.tokenizer.apply_chat_template(
-            conversations, add_generation_prompt=True, tokenize=True, return_dict=True, **self._variables
-        )["input_ids"]
+            conversations, tools=list(tools) or None, add_generation_prompt=True, tokenize=True, return_dict=True,
+            **self._variables,
+        )["input_ids"]  # fmt: skip
         for place, messages in enumerate(conversations if split else ()):
-            if self.spelled(messages):
-                encoded[place] = self._encode_split(messages)
+            if self.spelled([*messages, *tools]):
+                encoded[place] = self._encode_split(messages, tools)
         return [np.array(ids, dtype=np.int32) for ids in encoded]
 
     def spelled(self, messages: list[dict]) -> list[str]:
-        """The control tokens that the texts of these messages spell, in order."""
+        """The control tokens that the texts of these messages, or schemas of tools, spell, in order."""
         return [found for text in _texts(messages) for found in self._control.findall(text)]
 
     def _strftime_now(self, format: str) -> str:
@@ -85,8 +89,9 @@ class ChatTemplate:
         names = sorted(self._private, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, names))})" if names else r"(?!)")
 
-    def _encode_split(self, messages: list[dict]) -> list[int]:
-        plain, masked = self.render(messages), self.render(self.mask(messages))
+    def _encode_split(self, messages: list[dict], tools: Sequence[dict]) -> list[int]:
+        plain = self.render(messages, tools=tools)
+        masked = self.render(self.mask(messages), tools=self.mask(list(tools)))
         if plain.translate(self._public) != plain:
             raise CannotSplit("the prompt has characters of a private use area, which are needed here")
         if masked.translate(self._public) != plain:
@@ -98,7 +103,7 @@ class ChatTemplate:
         return {ord(character): name for name, character in self._private.items()}
 
     def mask(self, messages: list[dict]) -> list[dict]:
-        """The messages with a private character for each control token that their texts spell."""
+        """The messages, or schemas of tools, with a private character for each control token that their texts spell."""
         return _map_texts(messages, lambda text: self._control.sub(lambda m: self._private[m[0]], text))
 
     def unmask(self, text: str) -> str:
@@ -128,12 +133,13 @@ class ChatTemplate:
     def _controls_in(self, ids: list[int]) -> list[int]:
         return [token for token in ids if token in self._control_ids]
 
-    def render(self, messages: list[dict], *, answer_follows: bool = True) -> str:
+    def render(self, messages: list[dict], *, tools: Sequence[dict] = (), answer_follows: bool = True) -> str:
         """The text of a conversation, up to where the assistant begins if an answer of its follows. Raises what the
         template raises."""
         return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=answer_follows, tokenize=False, **self._variables
-        )
+            messages, tools=list(tools) or None, add_generation_prompt=answer_follows, tokenize=False,
+            **self._variables,
+        )  # fmt: skip
 
     def _encode_text(self, text: str, *, split: bool = False) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=split)["input_ids"]

@@ -148,7 +148,7 @@ def read_jsonl(path: Path, keys: Keys, where: str) -> tuple["pa.Table", str, lis
 
     media = [name for name in MEDIA_COLUMNS if first[1].get(name) is not None]
     table = pa.Table.from_batches(batches)
-    unused = [name for name in ("ability", *ID_COLUMNS) if table.column(name).null_count == len(table)]
+    unused = [name for name in ("ability", "agent_name", *ID_COLUMNS) if table.column(name).null_count == len(table)]
     return table.drop_columns(unused), kind, media
 
 
@@ -173,7 +173,7 @@ def _is_messages(value: Any) -> bool:
 
 
 def _checked_row(entry: dict[str, Any], keys: Keys, at: str) -> dict[str, Any]:
-    """{prompt, data_source, ability, reward_model, extra_info, id, uid} in verl's schema."""
+    """{prompt, data_source, ability, reward_model, extra_info, agent_name, id, uid} in verl's schema."""
     prompt = entry[keys.prompt]
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     _check_messages(prompt, keys.prompt, at)
@@ -185,12 +185,15 @@ def _checked_row(entry: dict[str, Any], keys: Keys, at: str) -> dict[str, Any]:
         raise faults.unprintable_data_source(at, source)
     extra_info = entry.get("extra_info")
     _check_type(extra_info, dict | None, "extra_info", "an object, or no such key", at)
+    agent_name = entry.get("agent_name")
+    _check_type(agent_name, str | None, "agent_name", "a text, or no such key", at)
     return {
         "prompt": prompt,
         "data_source": source,
         "ability": entry["ability"] if isinstance(entry.get("ability"), str) else None,
         "reward_model": _reward_model(entry, keys, at),
         "extra_info": extra_info or {},
+        "agent_name": agent_name,
         **{name: None if entry.get(name) is None else str(entry[name]) for name in ID_COLUMNS},
     }
 

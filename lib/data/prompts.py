@@ -6,8 +6,10 @@ Rows come checked from lib/data/reading.py or from a custom dataset class. Every
 import hashlib
 import json
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "val"]
+Tools = Callable[[dict], Sequence[dict]]
+Conversation = tuple[list[dict], Sequence[dict]]
+"""Messages, and the schemas of the tools that the model is told of."""
 OWN_TEMPLATE_ARGUMENTS = (
     *("conversation", "tools", "documents", "messages", "chat_template", "add_generation_prompt", "tokenize"),
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -213,11 +218,12 @@ class Prompts:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change with any prompt's tokens, any answer, or the order of the rows."""
+        """16 hexadecimal digits that change with any prompt's tokens, answer or agent_name, or the rows' order."""
         digest = hashlib.sha256()
         for place, ids in enumerate(self.token_ids):
             row = self.rows[self.kept[place]]
             answer = [row["data_source"], row["reward_model"], row["extra_info"]]
+            answer += [row["agent_name"]] * (row["agent_name"] is not None)
             digest.update(ids.tobytes() + json.dumps(answer, sort_keys=True, default=str).encode() + b"\n")
         return digest.hexdigest()[:16]
 
@@ -228,14 +234,16 @@ def tokenize(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     split: Split,
+    tools: Tools | None = None,
     date: str | None = None,
     files_flag: str | None = None,
     show_progress: bool = False,
 ) -> Prompts:
     """The prompts of a split under the chat template, within --data.max-prompt-len. Raises UserError.
 
-    `date`: what `first_date` gives, None: now. `files_flag`: the option that messages name, None: the split's.
-    Validation without files gives no prompts. Truncation of ids 0..9 to 5: left 5-9, right 0-4, middle 0 1 7 8 9.
+    `tools`: of a row as `Rows.iter_choices` gives it, the schemas that its prompt tells of; None: of none. `date`: what
+    `first_date` gives, None: now. `files_flag`: the option that messages name, None: the split's. Validation without
+    files gives no prompts. Truncation of ids 0..9 to 5: left 5-9, right 0-4, middle 0 1 7 8 9.
     """
     rows = files.train if split == "train" else files.val
     files_flag = files_flag or f"--data.{split}-files"
@@ -252,7 +260,7 @@ def tokenize(
     limit = cfg.train_max_samples if split == "train" else cfg.val_max_samples
     num_rows = len(rows) if limit is None else min(limit, len(rows))
     template = ChatTemplate(tokenizer, cfg.chat_template_kwargs, date=date)
-    token_ids, warnings = _encode_rows(cfg, rows, num_rows, template, files_flag, show_progress)
+    token_ids, warnings = _encode_rows(cfg, rows, num_rows, template, files_flag, show_progress, tools)
     lens = [len(ids) for ids in token_ids]
     kept, warning = _apply_limit(cfg, rows, lens, files_flag)
     return Prompts(
@@ -299,50 +307,82 @@ def _apply_limit(cfg: DataConfig, rows: Rows, lens: list[int], files_flag: str) 
 
 
 def _encode_rows(
-    cfg: DataConfig, rows: Rows, num_rows: int, template: ChatTemplate, files_flag: str, show_progress: bool
-) -> tuple[list[np.ndarray], list[str]]:
+    cfg: DataConfig, rows: Rows, num_rows: int, template: ChatTemplate, files_flag: str, show_progress: bool,
+    tools: Tools | None,
+) -> tuple[list[np.ndarray], list[str]]:  # fmt: skip
     """Token ids of the first rows, and warnings. Repeated conversations (DAPO's file: each 100 times) are encoded once.
 
     Raises UserError for a row that the template refuses, or that --data.control-tokens does.
     """
     from tqdm import tqdm
 
-    numbers: dict[str, int] = {}
-    conversations, first_rows, number_of_row = [], [], []
-    for row, messages in zip(range(num_rows), rows.iter_prompts(), strict=False):
-        number = numbers.setdefault(json.dumps(messages, default=str), len(conversations))
-        if number == len(conversations):
-            conversations.append(messages)
-            first_rows.append(row)
-        number_of_row.append(number)
+    conversations, first_rows, number_of_row = _distinct(rows, num_rows, tools)
     warnings = _check_control_tokens(cfg, rows, conversations, number_of_row, template, files_flag)
-    encoded: list[np.ndarray] = []
+    same_tools: dict[int, list[int]] = {}
+    for place, (_, told) in enumerate(conversations):
+        same_tools.setdefault(id(told), []).append(place)
+    encoded: dict[int, np.ndarray] = {}
     hidden = not show_progress or len(conversations) < PROGRESS_ROWS
     with tqdm(total=len(conversations), desc="tokenising", unit="prompt", disable=hidden) as bar:
-        for start in range(0, len(conversations), ENCODE_ROWS):
-            part = conversations[start : start + ENCODE_ROWS]
-            try:
-                encoded += template.encode(part, split=cfg.control_tokens == "split")
-            except Exception:  # templates raise what they like; the row that did is found one by one
-                for offset, messages in enumerate(part):
-                    _encode_alone(cfg, messages, rows.where(first_rows[start + offset]), template)
-                raise
-            bar.update(len(part))
+        for places in same_tools.values():
+            for start in range(0, len(places), ENCODE_ROWS):
+                part = places[start : start + ENCODE_ROWS]
+                batch, told = [conversations[place][0] for place in part], conversations[part[0]][1]
+                try:
+                    ids = template.encode(batch, tools=told, split=cfg.control_tokens == "split")
+                except Exception:  # templates raise what they like; the row that did is found one by one
+                    for place in part:
+                        _encode_alone(cfg, *conversations[place], rows.where(first_rows[place]), template)
+                    raise
+                encoded |= zip(part, ids, strict=True)
+                bar.update(len(part))
     if template.printed_dates:
         dates = " and ".join(sorted(template.printed_dates))
         warnings.append(f"the chat template prints the date, {dates}: prompts keep it, on whichever day this goes on")
-    return [encoded[number] for number in number_of_row], warnings
+    return [encoded[number] for number in number_of_row], [*warnings, *_untold_tools(conversations, template)]
 
 
-def _encode_alone(cfg: DataConfig, messages: list[dict], where: str, template: ChatTemplate) -> None:
+def _distinct(rows: Rows, num_rows: int, tools: Tools | None) -> tuple[list[Conversation], list[int], list[int]]:
+    """The different conversations of the first rows, of each its first row, and of each row its conversation."""
+    schemas: list[Sequence[dict]] = []  # few different ones
+    numbers: dict[tuple[str, int], int] = {}
+    conversations, first_rows, number_of_row = [], [], []
+    choices = repeat(None) if tools is None else rows.iter_choices()
+    for row, messages, choice in zip(range(num_rows), rows.iter_prompts(), choices, strict=False):
+        told = () if tools is None else tools(choice)
+        if told not in schemas:
+            schemas.append(told)
+        kind = schemas.index(told)
+        number = numbers.setdefault((json.dumps(messages, default=str), kind), len(conversations))
+        if number == len(conversations):
+            conversations.append((messages, schemas[kind]))
+            first_rows.append(row)
+        number_of_row.append(number)
+    return conversations, first_rows, number_of_row
+
+
+def _untold_tools(conversations: list[Conversation], template: ChatTemplate) -> list[str]:
+    """A warning where the template does not print the tools."""
+    for messages, tools in conversations:
+        if tools:
+            if template.render(messages, tools=tools) != template.render(messages):
+                return []
+            names = ", ".join(tool["function"]["name"] for tool in tools)
+            return [f"the chat template does not print tools: the model is not told of {names}, unless messages tell"]
+    return []
+
+
+def _encode_alone(
+    cfg: DataConfig, messages: list[dict], tools: Sequence[dict], where: str, template: ChatTemplate
+) -> None:
     """Raises UserError when the template refuses this row."""
     try:
-        template.encode([messages], split=cfg.control_tokens == "split")
+        template.encode([messages], tools=tools, split=cfg.control_tokens == "split")
     except CannotSplit as error:
         raise UserError(
             f"a control token cannot be split; --data.control-tokens split, {where}; found "
-            f"{template.spelled(messages)[0]!r} where {error}, expected text that stays as it is; mend or drop the "
-            "row, or choose keep or error"
+            f"{template.spelled([*messages, *tools])[0]!r} where {error}, expected text that stays as it is; mend or "
+            "drop the row, or choose keep or error"
         ) from error
     except Exception as error:
         roles = ", ".join(message["role"] for message in messages[:8])
@@ -353,18 +393,18 @@ def _encode_alone(cfg: DataConfig, messages: list[dict], where: str, template: C
 
 
 def _check_control_tokens(
-    cfg: DataConfig, rows: Rows, conversations: list[list[dict]], number_of_row: list[int], template: ChatTemplate,
+    cfg: DataConfig, rows: Rows, conversations: list[Conversation], number_of_row: list[int], template: ChatTemplate,
     files_flag: str,
 ) -> list[str]:  # fmt: skip
     """A warning with the number of rows that spell control tokens; an error, with --data.control-tokens error."""
-    spelled = [template.spelled(messages) for messages in conversations]
+    spelled = [template.spelled([*messages, *tools]) for messages, tools in conversations]
     found = [row for row, number in enumerate(number_of_row) if spelled[number]]
     if not found:
         return []
     where, name = rows.where(found[0]), spelled[number_of_row[found[0]]][0]
     if cfg.control_tokens == "error":
         raise UserError(
-            f"a message spells a control token of the model; {where}, and {len(found) - 1} more of "
+            f"a prompt spells a control token of the model; {where}, and {len(found) - 1} more of "
             f"{len(number_of_row)} rows; found {name!r}, expected none with --data.control-tokens error; mend or drop "
             "the rows, or choose split (ordinary text) or keep (that token)"
         )

@@ -16,6 +16,9 @@ from lib.types import Sample
 if TYPE_CHECKING:
     import pyarrow as pa
 
+OF_EPISODES = ("tools_kwargs", "need_tools_kwargs", "tool_selection", "interaction_kwargs")
+"""The fields of extra_info by which verl's conversations choose."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
@@ -84,6 +87,16 @@ class Rows:
             for chunk in table.column("prompt").chunks:
                 yield from (_plain_messages(_value(messages)) for messages in chunk.to_pylist())
 
+    def iter_choices(self) -> Iterator[dict]:
+        """{agent_name, extra_info} of every row, of extra_info only the fields that decide about its episodes."""
+        for table in self.tables:
+            for batch in table.to_batches():
+                has_agents, has_infos = ("agent_name" in batch.schema.names, "extra_info" in batch.schema.names)
+                agents = batch.column("agent_name").to_pylist() if has_agents else [None] * len(batch)
+                infos = _of_episodes(batch.column("extra_info")) if has_infos else [{}] * len(batch)
+                for agent_name, extra_info in zip(agents, infos, strict=True):
+                    yield {"agent_name": agent_name, "extra_info": extra_info}
+
     def data_sources(self, limit: int | None = None) -> set[str]:
         """The distinct data sources, of the first `limit` rows or of all."""
         found: set[str] = set()
@@ -116,6 +129,20 @@ class Rows:
 def _value(cell: Any) -> Any:
     """A cell as reward functions and templates get it."""
     return json.loads(cell) if isinstance(cell, str) else cell
+
+
+def _of_episodes(infos: "pa.Array") -> list[dict]:
+    """Of each extra_info the fields that it has of OF_EPISODES."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if kind_of(infos.type) != "struct":
+        values = ((_value(cell) or {}) for cell in infos.to_pylist())
+        return [{name: value[name] for name in OF_EPISODES if name in value} for value in values]
+    names = [name for name in OF_EPISODES if infos.type.get_field_index(name) >= 0]
+    if not names:
+        return [{}] * len(infos)
+    return pa.StructArray.from_arrays([pc.struct_field(infos, name) for name in names], names=names).to_pylist()
 
 
 def _without_json(row: "pa.Table") -> "pa.Table":

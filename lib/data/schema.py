@@ -48,7 +48,8 @@ class Keys:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that are read."""
-        return tuple(dict.fromkeys((self.prompt, "data_source", "ability", self.graded_by, "extra_info", *ID_COLUMNS)))
+        own = (self.prompt, "data_source", "ability", self.graded_by, "extra_info", "agent_name", *ID_COLUMNS)
+        return tuple(dict.fromkeys(own))
 
 
 VERL_KEYS = Keys()
@@ -93,6 +94,8 @@ def check_schema(schema: "pa.Schema", keys: Keys, where: str) -> None:
     if "extra_info" in types:
         is_right = kind_of(types["extra_info"]) in ("struct", "string", "null")
         check("extra_info", is_right, "a struct (also as JSON text), or no such column")
+    if "agent_name" in types:
+        check("agent_name", kind_of(types["agent_name"]) in ("string", "null"), "a string, or no such column")
 
 
 def _is_messages(kind: "pa.DataType") -> bool:

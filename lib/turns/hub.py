@@ -42,6 +42,8 @@ class About:
     """Whether it has a `score` of its own."""
     tools: list[dict[str, Any]]
     """As chat templates take them."""
+    takes: dict[str, list[str] | None] = field(default_factory=dict)
+    """By tool, the arguments that a row may give it; None: any."""
 
 
 @dataclass(frozen=True, kw_only=True)
