@@ -38,7 +38,7 @@ from lib.storage.model_source import find_actor, verify_actor
 from lib.storage.peft_folder import read_peft
 from lib.storage.weight_headers import Shape, some
 from lib.tracking.run import check_run
-from lib.turns.kinds import Kinds
+from lib.turns.kinds import Kinds, check_rows
 from lib.turns.start import Turns, find_turns
 from lib.types import Sample
 
@@ -231,9 +231,14 @@ def load_prompts(
     stop_ids = stop_token_ids(tokenizer, model_files.folder)
     template = ChatTemplate(tokenizer, cfg.data.chat_template_kwargs, date=resume.date)
     turns = find_turns(cfg.turns, kinds, template, stop_ids)
-    how = dict(date=resume.date)
+    how = dict(date=resume.date, tools=kinds and kinds.of_prompt)
     train_set = tokenize(cfg.data, files, tokenizer, split="train", show_progress=world.rank == 0, **how)
-    return tokenizer, stop_ids, turns, train_set, tokenize(cfg.data, files, tokenizer, split="val", **how)
+    val_set = tokenize(cfg.data, files, tokenizer, split="val", **how)
+    if turns is not None:
+        warnings = check_rows(kinds, train_set.rows, cfg.data.train_max_samples or len(train_set.rows))
+        warnings += check_rows(kinds, val_set.rows, cfg.data.val_max_samples or len(val_set.rows))
+        turns = replace(turns, notes=(*turns.notes, *warnings))
+    return tokenizer, stop_ids, turns, train_set, val_set
 
 
 def check_same_prompts(train_set: Prompts, val_set: Prompts, world: World) -> None:
