@@ -300,7 +300,8 @@ def test_a_prompt_tells_of_its_rows_tools_as_the_template_does(tmp_path, name):
     found = prompts(tmp_path, made, rows)
     for place, tools in enumerate(told):
         text = made.render(rows[place]["prompt"]) if tools is None else made.tokenizer.apply_chat_template(
-            rows[place]["prompt"], tools=tools, add_generation_prompt=True, tokenize=False, strftime_now=lambda _: "24 Nov 2026",
+            rows[place]["prompt"], tools=tools, add_generation_prompt=True, tokenize=False,
+            strftime_now=lambda _: "24 Nov 2026",
         )  # fmt: skip
         assert found.token_ids[place].tolist() == made.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len({ids.tobytes() for ids in found.token_ids}) == 4  # equal messages with other tools are another prompt
