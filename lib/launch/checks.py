@@ -231,7 +231,7 @@ def load_prompts(
     stop_ids = stop_token_ids(tokenizer, model_files.folder)
     template = ChatTemplate(tokenizer, cfg.data.chat_template_kwargs, date=resume.date)
     turns = find_turns(cfg.turns, kinds, template, stop_ids)
-    how = dict(date=resume.date, tools=kinds and kinds.of_prompt)
+    how = dict(date=resume.date, tools=kinds and kinds.of_prompts)
     train_set = tokenize(cfg.data, files, tokenizer, split="train", show_progress=world.rank == 0, **how)
     val_set = tokenize(cfg.data, files, tokenizer, split="val", **how)
     if turns is not None:
