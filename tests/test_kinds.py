@@ -97,11 +97,11 @@ def read(path, kind, rows):
 def kinds_of(kinds, rows):
     """The environment and the names of the tools of each row, by way of the sample and by way of the column."""
     found = []
-    for place, choice in enumerate(rows.iter_choices()):
+    for place, (choice, told) in enumerate(zip(rows.iter_choices(), kinds.of_prompts(rows), strict=True)):
         sample = rows.sample(place, uid=place)
         kind = kinds.of(sample.agent_name, sample.extra_info)
         tools = kinds.tools(kind, sample.extra_info)
-        assert kinds.of(**choice) == kind and kinds.of_prompt(choice) == tools
+        assert kinds.of(**choice) == kind and told == tools
         found.append((kind, [tool["function"]["name"] for tool in tools]))
     return found
 
@@ -282,7 +282,7 @@ def test_files_of_both_have_the_rows_of_each(tmp_path):
 
 def prompts(tmp_path, made, rows, *, kinds=TOOLS, kind="parquet", date="2026-11-24", **options):
     cfg = DataConfig(train_files=(save(tmp_path, kind, rows),), **{"max_prompt_len": 9000, **options})
-    tools = None if kinds is None else kinds.of_prompt
+    tools = None if kinds is None else kinds.of_prompts
     return tokenize(cfg, check_data_files(cfg), made.tokenizer, split="train", tools=tools, date=date)
 
 
@@ -334,6 +334,8 @@ def test_a_template_that_does_not_print_tools_is_a_warning(tmp_path):
 
 def test_a_row_that_the_template_refuses_with_its_tools_is_named(tmp_path):
     made = template("qwen2_5")
+    with pytest.raises(UserError, match=r"an environment that is not there; .*row 1; found agent_name 'Other'"):
+        prompts(tmp_path, made, [row(0), row(1, agent_name="Other")])
     wrong = Kinds({"tools": about(CALC), "Other": about({"function": {"name": "no"}, "bad": object()})})
     with pytest.raises(UserError, match=r"the chat template refuses a row; .*row 1, "):
         prompts(tmp_path, made, [row(0), row(1, agent_name="Other")], kinds=wrong)

@@ -6,7 +6,7 @@ Rows come checked from lib/data/reading.py or from a custom dataset class. Every
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Split = Literal["train", "val"]
-Tools = Callable[[dict], Sequence[dict]]
+Tools = Callable[[Rows], Iterable[Sequence[dict]]]
 Conversation = tuple[list[dict], Sequence[dict]]
 """Messages, and the schemas of the tools that the model is told of."""
 OWN_TEMPLATE_ARGUMENTS = (
@@ -241,9 +241,9 @@ def tokenize(
 ) -> Prompts:
     """The prompts of a split under the chat template, within --data.max-prompt-len. Raises UserError.
 
-    `tools`: of a row as `Rows.iter_choices` gives it, the schemas that its prompt tells of; None: of none. `date`: what
-    `first_date` gives, None: now. `files_flag`: the option that messages name, None: the split's. Validation without
-    files gives no prompts. Truncation of ids 0..9 to 5: left 5-9, right 0-4, middle 0 1 7 8 9.
+    `tools`: the schemas that the prompt of each of the rows tells of; None: of none. `date`: what `first_date` gives;
+    None: now. `files_flag`: the option that messages name; None: the split's. Validation without files gives no
+    prompts. Truncation of ids 0..9 to 5: left 5-9, right 0-4, middle 0 1 7 8 9.
     """
     rows = files.train if split == "train" else files.val
     files_flag = files_flag or f"--data.{split}-files"
@@ -347,9 +347,8 @@ def _distinct(rows: Rows, num_rows: int, tools: Tools | None) -> tuple[list[Conv
     schemas: list[Sequence[dict]] = []  # few different ones
     numbers: dict[tuple[str, int], int] = {}
     conversations, first_rows, number_of_row = [], [], []
-    choices = repeat(None) if tools is None else rows.iter_choices()
-    for row, messages, choice in zip(range(num_rows), rows.iter_prompts(), choices, strict=False):
-        told = () if tools is None else tools(choice)
+    told_in = repeat(()) if tools is None else tools(rows)
+    for row, messages, told in zip(range(num_rows), rows.iter_prompts(), told_in, strict=False):
         if told not in schemas:
             schemas.append(told)
         kind = schemas.index(told)

@@ -18,9 +18,10 @@ class TurnsConfig:
     path: str | None = None
     """Python file with environments or tools."""
     name: tuple[str, ...] = ()
-    """A class of Environment in that file, or functions that are its tools."""
+    """Classes of Environment in that file, from which rows choose by agent_name; or its tools: functions, and classes of
+    the shape of verl's BaseTool."""
     kwargs: JsonObject = field(default_factory=dict)
-    """Keyword arguments of the class, as JSON."""
+    """Keyword arguments of the class, as JSON; of a class of tools below its name: '{"Gsm8kTool": {"config": {}}}'."""
     env: tuple[str, ...] = ()
     """Environment variables that its workers get although their names say that they are secret."""
     num_workers: int = 4

@@ -19,6 +19,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from lib.turns.tools import ClassTool, FunctionTool, bind
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -77,7 +79,9 @@ class Environment:
     """Whether the same row, seed and replies give the same answers: then an interrupted episode goes on, else it
     begins again."""
     tools: ClassVar[Sequence[Callable]] = ()
-    """Functions with type hints and docstrings that `step` calls."""
+    """Functions with type hints and docstrings that `step` calls, or objects of the shape of verl's BaseTool."""
+    bound: Mapping[str, FunctionTool | ClassTool] | None = None
+    """By name, the tools that the row has, with what it gives them; set by the worker."""
 
     def setup(self) -> None:
         """Once per worker process, of an instance that answers no episode: what all share, kept on the class."""
@@ -104,20 +108,20 @@ class Environment:
     async def call(self, call: Call) -> str:
         """What a tool answers, as text. What goes wrong is text too: the model is told."""
         calls = CALLS.get()
-        known = {function.__name__: function for function in self.tools}
+        known = self.bound = bind(self.tools, {}) if self.bound is None else self.bound
         error = call.error
         if error is None and call.name not in known:
             error = f"there is no tool {call.name!r}; there are {', '.join(known) or 'none'}"
         if error is None:
             try:
-                inspect.signature(known[call.name]).bind(**call.arguments)
+                known[call.name].check(call.arguments)
             except TypeError as problem:
                 error = f"{call.name}: {problem}"
         if error is not None:
             calls.bad += 1
             return f"error: {error}"
         try:
-            return as_text(await calls.run(known[call.name], **call.arguments))
+            return as_text(await known[call.name].answer(call.arguments, calls))
         except TimeoutError:
             calls.timeouts += 1
             return f"error: {call.name} timed out after {calls.timeout_s:g} s"
@@ -136,11 +140,18 @@ class Calls:
         self.bad = self.errors = self.timeouts = 0
         self.notes: list[Exception] = []
         """What tools raised."""
+        self.measured: dict[str, float] = {}
+        """Sums of what they measured."""
 
-    async def run(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    async def run(self, function: Callable, *args: Any) -> Any:
         """The result of a function, sync or async. Raises what it raises, and TimeoutError."""
-        result = function(*args, **kwargs)
+        result = function(*args)
         return await result if inspect.isawaitable(result) else result
+
+    def measure(self, name: str, value: Any) -> None:
+        """Adds to a sum, where the value is a finite number."""
+        if isinstance(value, int | float) and math.isfinite(value):
+            self.measured[name[:100]] = self.measured.get(name[:100], 0.0) + float(value)
 
 
 CALLS: ContextVar[Calls] = ContextVar("calls", default=Calls())  # noqa: B039 (outside a worker nobody counts)

@@ -9,7 +9,7 @@
 The last three are fields of extra_info. Those about tools are nothing to an environment without tools.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from lib.data.rows import Rows
@@ -71,9 +71,13 @@ class Kinds:
         """The tools that the prompt names, as chat templates take them. Rows that are told the same get one list."""
         return [] if kind is None or not self.about[kind].tools else self._tools(kind, extra_info)[0]
 
-    def of_prompt(self, choice: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The same, of a row as `Rows.iter_choices` gives it."""
-        return self.tools(self.of(**choice), choice["extra_info"])
+    def of_prompts(self, rows: Rows) -> Iterator[list[dict[str, Any]]]:
+        """The same, of each row."""
+        for row, choice in enumerate(rows.iter_choices()):
+            try:
+                yield self.tools(self.of(**choice), choice["extra_info"])
+            except BadRow as error:
+                raise error.at(rows.where(row)) from None
 
     def oddities(self, choice: Mapping[str, Any]) -> dict[str, str]:
         """What is odd about such a row: {sentence whose subject is the row: what is so}."""

@@ -15,7 +15,7 @@ from lib.turns.config import Format, TurnsConfig
 from lib.turns.conversations import Conversations
 from lib.turns.dialogue import Dialogue
 from lib.turns.hub import Hub
-from lib.turns.kinds import Kinds
+from lib.turns.kinds import BadRow, Kinds
 from lib.turns.tool_calls import find_format
 from lib.types import Sample
 
@@ -27,7 +27,10 @@ def find_kinds(cfg: TurnsConfig, trials: Mapping[str, Sample]) -> Kinds:
         hub.wait_until_started()
         kinds = Kinds(hub.about)
         for number, (where, sample) in enumerate(trials.items()):
-            kind = kinds.of(sample.agent_name, sample.extra_info)
+            try:
+                kind = kinds.of(sample.agent_name, sample.extra_info)
+            except BadRow as error:
+                raise error.at(where) from None
             if kind is None:
                 continue
             seed = request_seed(0, sample.uid, stream="environment")

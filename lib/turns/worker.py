@@ -8,6 +8,7 @@ the process says that it is stuck and is to be replaced.
 import asyncio
 import contextvars
 import inspect
+import json
 import math
 import os
 import pickle
@@ -21,6 +22,7 @@ from typing import Any
 from lib.rewards.worker import read_result
 from lib.secret_values import remember
 from lib.turns.environment import CALLS, Call, Calls, Environment, Observation, Reply, Row, as_text
+from lib.turns.tools import arguments_of, bind, is_class_tool, make_tool, schema_of
 from lib.workers.child import (
     OWN_FILES,
     StartError,
@@ -33,7 +35,7 @@ from lib.workers.child import (
     write_frame,
 )
 
-OWN_FILES.add(__file__)
+OWN_FILES.update((__file__, inspect.getfile(Calls), inspect.getfile(bind)))
 MODULE = "turns_file"
 MAX_CHARS = 200_000  # of a message; far above what fits a response
 MAX_MESSAGES = 100
@@ -51,7 +53,7 @@ def main(fd: int, parent: int) -> None:
         kinds = load_kinds(spec)
         about = {name: describe(kind) for name, kind in kinds.items()} if spec["describe"] else {}
         for kind in kinds.values():
-            kind().setup()
+            kind(**spec["kwargs"]).setup()
     except StartError as error:
         write_frame(replies, {"start_error": str(error)})
         return
@@ -66,44 +68,94 @@ def main(fd: int, parent: int) -> None:
 
 
 def load_kinds(spec: dict[str, Any]) -> dict[str, type[Environment]]:
-    """{name: class} of the environments in the user's file; functions that are named become the tools of one. Raises
-    StartError."""
+    """{name: class} of the environments in the user's file; functions and classes of tools that are named become the
+    tools of one. Takes from `spec["kwargs"]` what classes of tools are made with. Raises StartError."""
     module = import_file(spec["path"], spec["source"], MODULE, what="the turns' file", flag="--turns.path")
-    own = {name: it for name, it in vars(module).items() if getattr(it, "__module__", None) == MODULE}
-    kinds = {name: it for name, it in own.items() if inspect.isclass(it) and issubclass(it, Environment)}
-    functions = {name: it for name, it in own.items() if inspect.isfunction(it) and not name.startswith("_")}
-    names = spec["names"]
-    chosen = {name: kinds[name] for name in names if name in kinds}
-    tools = [functions[name] for name in names if name in functions]
-    unknown = [name for name in names if name not in kinds and name not in functions]
+    known = {name: it for name, it in vars(module).items() if _is_environment(it) or _is_tool(it)}
+    names, kwargs = spec["names"], spec["kwargs"]
+    unknown = [name for name in names if name not in known]
     if unknown or not names:
-        found = ", ".join([*kinds, *functions]) or "no class of Environment and no function"
+        own = [name for name, it in known.items() if it.__module__ == MODULE and not name.startswith("_")]
+        found = ", ".join(own) or "no class of Environment, no function and no class of tools"
         raise StartError(
             f"the turns' file has no such environment or tool; --turns.path {spec['path']}; found {found}, expected "
             f"{', '.join(unknown) or 'a name'}; name a class, or functions, with --turns.name"
         )
-    if tools:
-        chosen["tools"] = type("tools", (Environment,), {"tools": tuple(tools)})
+    chosen = {name: known[name] for name in names if _is_environment(known[name])}
+    if tools := tuple(known[name] for name in names if name not in chosen):
+        chosen["tools"] = type("tools", (_Tools,), {"tools": tools})
+    for kind in chosen.values():
+        kind.tools = [_made(tool, kwargs, spec["path"]) if inspect.isclass(tool) else tool for tool in kind.tools]
+    for name in {type(tool).__name__ for kind in chosen.values() for tool in kind.tools if is_class_tool(tool)}:
+        kwargs.pop(name, None)
+    if kwargs and [*chosen] == ["tools"]:
+        raise StartError(
+            f"keyword arguments of no class; --turns.kwargs; found {', '.join(kwargs)}, expected names of classes of "
+            "tools that --turns.name names; leave them out"
+        )
     return chosen
+
+
+class _Tools(Environment):
+    """The environment of tools alone; keyword arguments are those of classes beside it."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        pass
+
+
+def _is_environment(value: Any) -> bool:
+    return inspect.isclass(value) and issubclass(value, Environment) and value is not Environment
+
+
+def _is_tool(value: Any) -> bool:
+    return inspect.isfunction(value) or (inspect.isclass(value) and is_class_tool(value))
+
+
+def _made(kind: type, kwargs: dict[str, Any], path: str) -> Any:
+    """The object of a class of tools that this process has. Raises StartError."""
+    try:
+        return make_tool(kind, kwargs.get(kind.__name__, {}))
+    except Exception as error:
+        raise StartError(
+            f"a tool cannot be made; {kind.__name__} of --turns.path {path}; found {error_in_words(error)}, expected a "
+            "constructor that takes config and tool_schema, or nothing; give them as --turns.kwargs "
+            f'\'{{"{kind.__name__}": {{"config": {{...}}, "tool_schema": {{...}}}}}}\''
+        ) from error
 
 
 def describe(kind: type[Environment]) -> dict[str, Any]:
     """What the trainer needs to know of an environment: its flags, and its tools as chat templates take them. Raises
-    StartError for a tool whose type hints or docstring do not say what its arguments are."""
+    StartError for a tool that does not say what its arguments are."""
+    schemas = [_schema(tool) for tool in kind.tools]
+    takes = [None if is_class_tool(tool) else arguments_of(tool) for tool in kind.tools]
+    scores = kind.score is not Environment.score
+    return {
+        "instant": kind.instant, "replayable": kind.replayable, "scores": scores, "tools": schemas,
+        "takes": {schema["function"]["name"]: it for schema, it in zip(schemas, takes, strict=True)},
+    }  # fmt: skip
+
+
+def _schema(tool: Any) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
-    tools = []
-    for function in kind.tools:
-        try:
-            tools.append(get_json_schema(function))
-        except Exception as error:  # its own kinds of errors, for each thing that is missing
-            name = getattr(function, "__name__", repr(function))
-            raise StartError(
-                f"a tool does not say what it takes; {name}; found {' '.join(str(error).split())[:300]}, expected type "
-                "hints and a docstring with a line for each argument below Args:; write them: the model reads them"
-            ) from error
-    scores = kind.score is not Environment.score
-    return {"instant": kind.instant, "replayable": kind.replayable, "scores": scores, "tools": tools}
+    name = getattr(tool, "__name__", type(tool).__name__)
+    try:
+        if not is_class_tool(tool):
+            return get_json_schema(tool)
+        schema = json.loads(json.dumps(schema_of(tool)))
+        if not isinstance(schema["function"]["name"], str) or not isinstance(schema["function"]["parameters"], dict):
+            raise ValueError(f"its schema is {str(schema)[:200]}")
+        return schema
+    except Exception as error:  # of transformers its own kinds, for each thing that is missing
+        expected = (
+            'a tool_schema {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
+            if is_class_tool(tool)
+            else "type hints and a docstring with a line for each argument below Args:"
+        )
+        raise StartError(
+            f"a tool does not say what it takes; {name}; found {' '.join(str(error).split())[:300]}, expected "
+            f"{expected}; write them: the model reads them"
+        ) from error
 
 
 def _start_message(spec: dict[str, Any], what: str, error: BaseException) -> str:
@@ -167,15 +219,18 @@ class _Server:
         })  # fmt: skip
 
     async def _reset(self, key: Any, payload: dict[str, Any], calls: "_WorkerCalls") -> dict[str, Any]:
-        env = self.episodes[key] = self.kinds[payload["kind"]](**self.kwargs)
-        found = await calls.run(env.reset, Row(**payload["row"]), payload["seed"], instant=env.instant)
+        env, row = self.kinds[payload["kind"]](**self.kwargs), Row(**payload["row"])
+        env.bound = bind(env.tools, row.extra_info)
+        self.episodes[key] = env
+        found = await calls.run(env.reset, row, payload["seed"], instant=env.instant)
         return read_observation(Observation() if found is None else found)
 
     async def _step(self, key: Any, payload: dict[str, Any], calls: "_WorkerCalls") -> dict[str, Any]:
         env = self.episodes[key]
         reply = Reply(**{**payload, "calls": [Call(**call) for call in payload["calls"]]})
         grace_s = GRACE_S if type(env).step is Environment.step else 0.0
-        return read_observation(await calls.run(env.step, reply, instant=env.instant, grace_s=grace_s))
+        found = read_observation(await calls.run(env.step, reply, instant=env.instant, grace_s=grace_s))
+        return {**found, "metrics": {**dict([*calls.measured.items()][:MAX_METRICS]), **found["metrics"]}}
 
     async def _score(self, key: Any, payload: None, calls: "_WorkerCalls") -> dict[str, Any] | None:
         env = self.episodes[key]
@@ -186,7 +241,12 @@ class _Server:
         return {"score": score, "extras": extras}
 
     async def _close(self, key: Any, payload: None, calls: "_WorkerCalls") -> None:
-        self.episodes.pop(key, None)
+        env = self.episodes.pop(key, None)
+        for name, tool in ({} if env is None else env.bound).items():
+            try:
+                await tool.release(calls)
+            except Exception as error:  # nobody waits for an answer
+                print(f"the tool {name} is not released: {error_in_words(error)}")
 
 
 class _WorkerCalls(Calls):
@@ -196,20 +256,19 @@ class _WorkerCalls(Calls):
         super().__init__()
         self.server, self.timeout_s = server, server.timeout_s
 
-    async def run(
-        self, function: Callable, *args: Any, instant: bool = False, grace_s: float = 0.0, **kwargs: Any
-    ) -> Any:
+    async def run(self, function: Callable, *args: Any, instant: bool = False, grace_s: float = 0.0) -> Any:
         limit_s = self.timeout_s + grace_s
         if instant or inspect.iscoroutinefunction(function):
-            result = function(*args, **kwargs)
+            result = function(*args)
         else:
             context = contextvars.copy_context()
-            future = self.server.threads.submit(context.run, lambda: function(*args, **kwargs))
+            future = self.server.threads.submit(context.run, lambda: function(*args))
             try:
                 result = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), limit_s)
-            except TimeoutError:
+            except (TimeoutError, asyncio.CancelledError) as error:  # its own limit, or that of what called it
                 if not future.done():
                     self.server.num_stuck += 1
+                if not future.done() or isinstance(error, asyncio.CancelledError):
                     raise
                 result = future.result()  # what the function itself raised, a TimeoutError of its own
         return await asyncio.wait_for(result, limit_s) if inspect.isawaitable(result) else result
