@@ -230,13 +230,8 @@ def load_prompts(
     tokenizer = load_tokenizer(model_files.folder, chat_template_kwargs=cfg.data.chat_template_kwargs)
     stop_ids = stop_token_ids(tokenizer, model_files.folder)
     template = ChatTemplate(tokenizer, cfg.data.chat_template_kwargs, date=resume.date)
-<<<<<<< HEAD
     turns = find_turns(cfg.turns, kinds, template, stop_ids, notes=check_choices(cfg, files, kinds))
-    how = dict(date=resume.date, tools=kinds and kinds.of_prompt)
-=======
-    turns = find_turns(cfg.turns, kinds, template, stop_ids)
     how = dict(date=resume.date, tools=kinds and kinds.of_prompts)
->>>>>>> rows23
     train_set = tokenize(cfg.data, files, tokenizer, split="train", show_progress=world.rank == 0, **how)
     val_set = tokenize(cfg.data, files, tokenizer, split="val", **how)
     return tokenizer, stop_ids, turns, train_set, val_set
