@@ -11,7 +11,8 @@ from lib.tracking.run_folder import read_metrics, read_status
 from tests.ranks import LIMIT_S, ROOT, torchrun
 
 NUM_STEPS = 4
-TIMES = (
+OF_CALLS = ("turns/tool_latency_s", "turns/waiting_share")
+TIMES = ("timing", "perf/", *OF_CALLS, *(f"val-aux/{name}" for name in OF_CALLS))
     "timing",
     "perf/",
     *(f"{of}turns/{it}" for of in ("", "val-aux/") for it in ("tool_latency_s", "waiting_share")),
