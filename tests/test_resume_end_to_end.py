@@ -13,10 +13,6 @@ from tests.ranks import LIMIT_S, ROOT, torchrun
 NUM_STEPS = 4
 OF_CALLS = ("turns/tool_latency_s", "turns/waiting_share")
 TIMES = ("timing", "perf/", *OF_CALLS, *(f"val-aux/{name}" for name in OF_CALLS))
-    "timing",
-    "perf/",
-    *(f"{of}turns/{it}" for of in ("", "val-aux/") for it in ("tool_latency_s", "waiting_share")),
-)
 RECIPES = {
     # Dynamic sampling with groups that are left over and train in the next step.
     "dapo": ("recipes.dapo_tiny_arithmetic", "--filter-groups.max-rounds", "6"),
