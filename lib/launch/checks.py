@@ -230,15 +230,22 @@ def load_prompts(
     tokenizer = load_tokenizer(model_files.folder, chat_template_kwargs=cfg.data.chat_template_kwargs)
     stop_ids = stop_token_ids(tokenizer, model_files.folder)
     template = ChatTemplate(tokenizer, cfg.data.chat_template_kwargs, date=resume.date)
-    turns = find_turns(cfg.turns, kinds, template, stop_ids)
+    turns = find_turns(cfg.turns, kinds, template, stop_ids, notes=check_choices(cfg, files, kinds))
     how = dict(date=resume.date, tools=kinds and kinds.of_prompts)
     train_set = tokenize(cfg.data, files, tokenizer, split="train", show_progress=world.rank == 0, **how)
     val_set = tokenize(cfg.data, files, tokenizer, split="val", **how)
-    if turns is not None:
-        warnings = check_rows(kinds, train_set.rows, cfg.data.train_max_samples or len(train_set.rows))
-        warnings += check_rows(kinds, val_set.rows, cfg.data.val_max_samples or len(val_set.rows))
-        turns = replace(turns, notes=(*turns.notes, *warnings))
     return tokenizer, stop_ids, turns, train_set, val_set
+
+
+def check_choices(cfg: TrainConfig, files: DataFiles, kinds: Kinds | None) -> list[str]:
+    """Warnings about the environments and tools that rows ask for. Raises UserError for one that is not there."""
+    used = ((files.train, cfg.data.train_max_samples), (files.val, cfg.data.val_max_samples))
+    return [
+        warning
+        for rows, most in used
+        if kinds is not None and rows is not None  # rows of a dataset class are made with the tokenizer
+        for warning in check_rows(kinds, rows, len(rows) if most is None else min(most, len(rows)))
+    ]
 
 
 def check_same_prompts(train_set: Prompts, val_set: Prompts, world: World) -> None:

@@ -18,8 +18,8 @@ class TurnsConfig:
     path: str | None = None
     """Python file with environments or tools."""
     name: tuple[str, ...] = ()
-    """Classes of Environment in that file, of which rows choose by agent_name; or its tools: functions, and classes of
-    the shape of verl's BaseTool."""
+    """Classes of Environment in that file, from which rows choose by agent_name; or its tools: functions, and classes
+    of the shape of verl's BaseTool."""
     kwargs: JsonObject = field(default_factory=dict)
     """Keyword arguments of the class, as JSON; of a class of tools below its name: '{"Gsm8kTool": {"config": {}}}'."""
     env: tuple[str, ...] = ()

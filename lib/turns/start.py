@@ -53,7 +53,7 @@ class Turns:
     format: Format | None
     """How tool calls are written; None: no environment has tools."""
     notes: tuple[str, ...]
-    """About the chat template."""
+    """About the rows and the chat template."""
 
     @property
     def join(self) -> Join:
@@ -71,15 +71,18 @@ class Turns:
         )
 
 
-def find_turns(cfg: TurnsConfig, kinds: Kinds | None, template: ChatTemplate, stop_ids: Sequence[int]) -> Turns | None:
-    """Raises UserError for a chat template that cannot be appended to, or whose tool calls are not known."""
+def find_turns(
+    cfg: TurnsConfig, kinds: Kinds | None, template: ChatTemplate, stop_ids: Sequence[int], *, notes: Sequence[str] = ()
+) -> Turns | None:
+    """Raises UserError for a chat template that cannot be appended to, or whose tool calls are not known. `notes`: to
+    be told too."""
     if kinds is None:
         return None
     has_tools = any(it.tools for it in kinds.about.values())
     call_format = (cfg.format or find_format(template)) if has_tools else None
     appender = Appender(template, stop_ids)
     appender.check([*["tool"] * has_tools, *["user"] * any(not it.tools for it in kinds.about.values())])
-    return Turns(cfg=cfg, kinds=kinds, format=call_format, notes=tuple(sorted(appender.notes)))
+    return Turns(cfg=cfg, kinds=kinds, format=call_format, notes=(*notes, *sorted(appender.notes)))
 
 
 @contextmanager

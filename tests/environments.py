@@ -1,0 +1,48 @@
+"""Environments for runs on the tiny arithmetic model: files like those that users write."""
+
+import re
+import time
+
+from lib.turns import Environment, Observation
+
+
+class Retry(Environment):
+    """Says no to a wrong sum, and scores by how many tries it took."""
+
+    instant = True
+
+    def reset(self, row, seed):
+        self.answer, self.tries, self.is_right = str(row.ground_truth), 0, False
+
+    def step(self, reply):
+        self.tries += 1
+        self.is_right = re.findall(r"\d+", reply.text)[-1:] == [self.answer]
+        if self.is_right:
+            return Observation(done=True, metrics={"tries": self.tries})
+        return Observation(messages="no", reward=-0.01)
+
+    def score(self):
+        return {"score": 1.0 / self.tries if self.is_right else 0.0, "acc": self.is_right}
+
+
+class Begins(Retry):
+    """Adds to the prompt, answers in a thread."""
+
+    instant = False
+
+    def reset(self, row, seed):
+        super().reset(row, seed)
+        return Observation(messages=f"{seed % 7}")
+
+
+class Sleeps(Environment):
+    """Answers a minute later, and says so before and after."""
+
+    def step(self, reply):
+        print("asked", flush=True)
+        time.sleep(60)
+        print("answered", flush=True)
+        return Observation(done=True)
+
+    def score(self):
+        return 0.0
