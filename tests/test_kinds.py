@@ -182,15 +182,16 @@ def test_mixed_rows_see_their_own_tools_and_nothing_of_each_other(tmp_path, kind
         about_tools(1, tool_selection=["search"], tools_kwargs={"search": {"create_kwargs": {"site": {"of": "x"}}}}),
         about_tools(2, tool_selection=["search", "calc", "search"], tools_kwargs=None),
         about_tools(3, tool_selection=[]),
-        about_tools(4, tool_selection=None, need_tools_kwargs=True),
-        row(5, agent_name="single_turn_agent", extra_info={"tool_selection": ["elsewhere"]}),
+        about_tools(4, tool_selection=None, need_tools_kwargs=True, tools_kwargs={}),
+        row(5, agent_name="single_turn_agent", extra_info={"tool_selection": ["elsewhere"], "tools_kwargs": {
+            "elsewhere": {"create_kwargs": {"x": "1"}}}}),
     ])  # fmt: skip
     found = kinds_of(TOOLS, rows)
     assert [tools for _, tools in found] == [
         ["calc"], ["search"], ["search", "calc"], ["calc", "search"], ["calc", "search"], [],
     ]  # fmt: skip
     infos = [TOOLS.row(rows.sample(place, uid=0))["extra_info"] for place in range(5)]
-    assert [info.get("tools_kwargs") for info in infos] == [
+    assert [info.get("tools_kwargs") or None for info in infos] == [
         {"calc": {"create_kwargs": {"precision": "2"}}}, {"search": {"create_kwargs": {"site": {"of": "x"}}}},
         None, None, None,
     ]  # fmt: skip

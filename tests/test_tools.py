@@ -61,9 +61,9 @@ class Gsm8kTool(BaseTool):
     async def create(self, instance_id=None, ground_truth=None, **kwargs):
         if instance_id is None:
             instance_id = str(uuid4())
+        note("create", ground_truth, kwargs["create_kwargs"]["ground_truth"])
         if ground_truth is None:
             ground_truth = kwargs.get("create_kwargs", {}).get("ground_truth", None)
-        note("create", ground_truth, kwargs["create_kwargs"]["ground_truth"])
         self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
         return instance_id, ToolResponse()
 
@@ -294,21 +294,22 @@ def test_verls_gsm8k_tool_answers_verls_rows(path, tmp_path):
 
 
 def test_synchronous_methods_run_in_threads_and_an_instance_is_made_once(path):
-    with hub(path, "Counter", timeout_s=5.0) as it:
-        reset(it, "a", **given(count={"start": 10}))
+    with hub(path, "Counter", "Gsm8kTool", kwargs=OPTIONS, timeout_s=5.0) as it:
+        reset(it, "a", **given(count={"start": 10}, calc_gsm8k_reward={"ground_truth": "x"}))
         reset(it, "b")
         found = ask(it, "step", "a", reply(calls=[call("count")] * 4))
         assert sorted(texts(found)) == ["11", "12", "13", "14"] and found.value["metrics"] == {}
         assert texts(ask(it, "step", "b", reply(calls=[call("count")]))) == ["1"]
-        assert log(path) == ["create False", "create False"]
+        ask(it, "step", "a", reply(calls=[call("calc_gsm8k_reward", answer="x")]))
+        assert log(path) == ["create False", "create False", "create x x"]
         reset(it, "c")
         for key in "abc":  # the last one used none
             it.call("close", key)
         ask(it, "score", "d")
         end = time.monotonic() + 20
-        while len(log(path)) < 4 and time.monotonic() < end:  # threads end when they do
+        while len(log(path)) < 6 and time.monotonic() < end:  # threads end when they do
             time.sleep(0.05)
-        assert sorted(log(path)[2:]) == ["release 1", "release 14"]
+        assert sorted(log(path)[3:]) == ["release 1", "release 1", "release 14"]  # one of them of the other tool
         reset(it, "d")
         assert texts(ask(it, "step", "d", reply(calls=[call("count")]))) == ["1"] and it.num_replaced == 0
 
@@ -341,7 +342,8 @@ def test_making_and_using_an_instance_have_one_limit_together(path):
         reset(it, "a")
         found = ask(it, "step", "a", reply(calls=[call("slow"), call("scale", value=1)]))
         assert texts(found) == ["error: slow timed out after 2 s", "1 f False 0.0"] and found.tool_timeouts == 1
-        assert texts(ask(it, "step", "a", reply(calls=[call("scale", value=1)]))) == ["1 f False 0.0"]
+        it.call("close", "a")
+        reset(it, "b")
         assert it.num_replaced  # its thread goes on
 
 

@@ -85,8 +85,8 @@ class Kinds:
         if kind is None or not self.about[kind].tools:
             return {}
         _, given = self._tools(kind, extra_info)
-        found = {"say need_tools_kwargs and have no tools_kwargs": "none"} if not given else {}
-        found = found if extra_info.get("need_tools_kwargs") else {}
+        is_lacking = extra_info.get("need_tools_kwargs") and not given
+        found = {"say need_tools_kwargs and have no tools_kwargs": "none"} if is_lacking else {}
         for tool, values in given.items():
             takes = self.about[kind].takes.get(tool)
             if unused := [name for name in values if takes is not None and name not in takes]:
