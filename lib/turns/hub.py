@@ -1,8 +1,8 @@
 """Environments in worker processes that can be killed, many episodes in each.
 
 An episode stays with its worker, which keeps its environment. A worker that does not answer in time, exits or crashes
-is replaced; one that says it is stuck, in a thread that goes on for ever, gets no new call and is replaced once its
-other calls have ended. Episodes that lose their worker so are replayed on another one: their environment is reset with
+is replaced; one that says it is stuck, in a thread that goes on for ever, is replaced too, gets no new episode and ends
+with its last one. Episodes that lose their worker are replayed on another one: their environment is reset with
 the same seed and gets the same replies again. Where that gives other answers (`replayable` is False) they have failed.
 A process that ends does not say by whose call: each call in it is made again, alone in a process, and has failed if
 that ends too.
@@ -199,6 +199,7 @@ class Hub(WorkerPool[_TurnsWorker]):
             if episode.worker.reserved_for == key:
                 episode.worker.reserved_for = None
             self._post(episode.worker, frame(pickle.dumps((0, "close", key, None))))
+            self._end_if_stuck(episode.worker)
 
     def _send_open(self, key: Hashable, episode: _Episode) -> None:
         """Gives an episode's next call to its worker, or to the one with fewest episodes."""
@@ -243,15 +244,22 @@ class Hub(WorkerPool[_TurnsWorker]):
                     self._send_open(key, episode)
             return
         key, _ = worker.calls.pop(message["job"], (None, 0.0))
-        worker.is_stuck = worker.is_stuck or message["is_stuck"]
+        if message["is_stuck"] and not worker.is_stuck:
+            worker.is_stuck = True
+            self.num_replaced += 1
+            self._start_worker()
         episode = self._episodes.get(key)
         if episode is not None and episode.open and episode.open[0].job == message["job"]:
             self._answered(key, episode, message)
         if worker.reserved_for == key and not (episode and episode.open):
             worker.reserved_for = None
-        if worker.is_stuck and not worker.calls:
-            self._lose(worker, "a call goes on in a thread that does not end")
+        self._end_if_stuck(worker)
         self._send_held()
+
+    def _end_if_stuck(self, worker: _TurnsWorker) -> None:
+        """Ends a worker with a thread that goes on, which has been replaced, as soon as its last episode is over."""
+        if worker.is_stuck and not worker.keys and not worker.calls:
+            self._stop(worker)
 
     def _answered(self, key: Hashable, episode: _Episode, message: dict[str, Any]) -> None:
         call = episode.open.pop(0)
@@ -266,7 +274,7 @@ class Hub(WorkerPool[_TurnsWorker]):
                 key=key, verb=call.verb, value=message["value"], error=message["error"], notes=tuple(message["notes"]),
                 was_replayed=episode.num_replays > 0, **about,
             ))  # fmt: skip
-            episode.is_suspect = False
+            episode.is_suspect, episode.broken = False, message["error"]
         episode.history.append(call)
         if episode.open:
             self._send_open(key, episode)
@@ -298,8 +306,9 @@ class Hub(WorkerPool[_TurnsWorker]):
                 "the file to import, and setup() to return, in a process of its own; mend what they do"
             ))  # fmt: skip
             return
-        self.num_replaced += 1
-        self._start_worker()
+        if not worker.is_stuck:  # else it has been replaced
+            self.num_replaced += 1
+            self._start_worker()
         for key in list(worker.keys):
             episode = self._episodes[key]
             episode.worker = None
