@@ -415,7 +415,7 @@ def clock(model, run):
 
 def first_prompt(cfg, folder, resume):
     files = check_model_files(str(folder), max_prompt_len=16, max_response_len=16)
-    tokenizer, _, train_set, _ = load_prompts(cfg, check_data_files(cfg.data), files, resume, SINGLE)
+    tokenizer, _, _, train_set, _ = load_prompts(cfg, check_data_files(cfg.data), files, resume, None, SINGLE)
     return tokenizer.decode(train_set.all_samples()[0].prompt_ids)
 
 

@@ -176,7 +176,7 @@ def needs_reward(cfg: TrainConfig, kinds: Kinds | None) -> bool:
     return kinds is None or cfg.reward.path is not None or not all(it.scores for it in kinds.about.values())
 
 
-def try_reward(cfg: TrainConfig, train: Rows, val: Rows, kinds: Kinds | None) -> str:
+def try_reward(cfg: TrainConfig, train: Rows, val: Rows, kinds: Kinds | None = None) -> str:
     """A line about the reward function, which can score first rows of both splits, knows every data source and can be
     answered."""
     if not needs_reward(cfg, kinds):
