@@ -16,6 +16,7 @@ from lib.errors import UserError
 from lib.evaluation.of_model import complete
 from lib.launch.train_config import TrainConfig
 from lib.rewards.scoring import RewardConfig
+from lib.turns.config import TurnsConfig
 from tests.tiny import make_model
 
 REWARD = "def judge(data_source, solution_str, ground_truth, extra_info, scale): return scale\n"
@@ -176,3 +177,11 @@ def test_what_is_no_local_folder_is_left_to_the_checks_that_follow(tmp_path):
     for path in ("", "Qwen/Qwen3-0.6B", str(tmp_path / "missing"), str(tmp_path)):
         cfg, line = completed(path)
         assert line is None and cfg.data.max_prompt_len == 512
+
+
+def test_a_run_of_conversations_is_not_evaluated_in_single_turns(tmp_path, mine):
+    turns = TurnsConfig(path="game.py", name=("Game",))
+    checkpoint = save_run(tmp_path, turns=turns, rollout=RolloutConfig())
+    with pytest.raises(UserError, match=r"answered between its turns.*found --turns\.path game\.py"):
+        completed(checkpoint)
+    completed(checkpoint, samples=False)  # its responses may be scored again

@@ -11,7 +11,8 @@ from lib.tracking.run_folder import read_metrics, read_status
 from tests.ranks import LIMIT_S, ROOT, torchrun
 
 NUM_STEPS = 4
-TIMES = ("timing", "perf/", "turns/tool_latency_s", "turns/waiting_share")
+OF_CALLS = ("turns/tool_latency_s", "turns/waiting_share")
+TIMES = ("timing", "perf/", *OF_CALLS, *(f"val-aux/{name}" for name in OF_CALLS))
 RECIPES = {
     # Dynamic sampling with groups that are left over and train in the next step.
     "dapo": ("recipes.dapo_tiny_arithmetic", "--filter-groups.max-rounds", "6"),

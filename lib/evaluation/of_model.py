@@ -85,10 +85,16 @@ def _of_run(checkpoint: Path, given: set[str], *, samples: bool, scores: bool) -
     """What its config says, and where that stands."""
     try:
         trainer = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
-        config = {section: dict(trainer["config"].get(section, {})) for section in TAKEN}
+        config = {section: dict(trainer["config"].get(section, {})) for section in (*TAKEN, "turns")}
         note = str(trainer.get("reward", ""))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}, str(checkpoint)  # an `actor` folder of its own
+    if samples and (turns := config["turns"].get("path")):
+        raise UserError(
+            f"the run's model was answered between its turns, and an evaluation has one turn yet; {checkpoint}; found "
+            f"--turns.path {turns}, expected none; validate in training, or merge the checkpoint and evaluate the "
+            "model that this gives, in single turns"
+        )
     sections = ["data"] + ["rollout"] * samples
     if scores and not {"--reward.path", "--reward.name"} & given:
         sections.append("reward")
