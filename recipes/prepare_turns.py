@@ -5,7 +5,7 @@ schema, and warm_up.jsonl, demonstrations for recipes/make_tiny_model.py.
 
     calculator  a product such as 347*28. Habit: to estimate, 6000. Demonstrated too: to call the tool `calc`.
     guess       a number from 0 to 15 in five guesses. Habit: any number. Demonstrated too: to write what is left of the
-                range, and the middle of it, 8-15:11.
+                range, and the middle of it, [8-15]11.
     retry       the quickstart's sum, and a second try where the first was wrong. Habit: without the carry, in both.
                 Demonstrated too: to work it out, units 15,75.
 
@@ -43,7 +43,7 @@ class TurnsDataConfig:
     """Folder to write the three files to."""
     seed: int = 0
     """Seed of the split and of the demonstrations."""
-    num_demonstrations: int = 24000
+    num_demonstrations: int = 12000
     """Lines of warm_up.jsonl."""
 
 

@@ -87,9 +87,11 @@ class Retry(Environment):
         return self.tries[-1]
 
     def score(self):
-        score = 1.0 if self.verdicts[0] else 0.5 * self.verdicts[-1]
-        true = 1.0 if self.tries[0] else 0.5 * self.tries[-1]
-        return {"score": score, "acc": true, "first": float(self.tries[0])}
+        return {"score": worth(self.verdicts), "acc": worth(self.tries), "first": float(self.tries[:1] == [True])}
+
+
+def worth(tries):  # none where the first turn was cut off
+    return 1.0 if tries[:1] == [True] else 0.5 * (tries[-1:] == [True])
 
 
 class CoinRetry(Retry):

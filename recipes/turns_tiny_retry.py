@@ -26,15 +26,18 @@ config = GRPOConfig(
         train_files=("data/tiny_retry/train.parquet",), val_files=("data/tiny_retry/val.parquet",), max_prompt_len=32
     ),
     turns=TurnsConfig(
-        path=str(Path(__file__).with_name("tiny_environments.py")), name=("Retry",), max_turns=2, max_turn_len=12,
+        path=str(Path(__file__).with_name("tiny_environments.py")),
+        name=("Retry",),
+        max_turns=2,
+        max_turn_len=12,
         num_workers=1,
     ),  # fmt: skip
     rollout=RolloutConfig(n=8, max_response_len=40, max_num_batched_tokens=4096, gpu_memory_utilization=0.2),
     prompts_per_step=32,
     mini_batch_size=256,
     max_tokens_per_gpu=8192,
-    num_steps=40,
-    optim=OptimConfig(lr=5e-5, schedule="cosine", weight_decay=0.0),
+    num_steps=60,
+    optim=OptimConfig(lr=3e-4, schedule="cosine", weight_decay=0.0),
     eval=EvalConfig(every=10, temperature=1.0),
     run_dir="runs/tiny_retry",
 )
