@@ -32,7 +32,7 @@ config = GRPOConfig(
         max_turns=5,
         max_turn_len=12,
         num_workers=1,
-    ),  # fmt: skip
+    ),
     rollout=RolloutConfig(n=8, max_response_len=96, max_num_batched_tokens=4096, gpu_memory_utilization=0.2),
     prompts_per_step=32,
     mini_batch_size=256,
