@@ -3,7 +3,7 @@ cores.
 
     python -m recipes.prepare_turns --task calculator --out data/tiny_calculator
     python -m recipes.make_tiny_model --demonstrations data/tiny_calculator/warm_up.jsonl \
-        --out models/tiny-calculator --batch-size 32
+        --out models/tiny-calculator --batch-size 32 --num-steps 500
     torchrun --nproc_per_node=2 -m recipes.tools_tiny_calculator
 
 The model can call `calc`, but prefers to estimate, which is right for one problem in ten: at temperature 1 it starts
@@ -36,7 +36,7 @@ config = GRPOConfig(
     prompts_per_step=32,
     mini_batch_size=256,
     max_tokens_per_gpu=8192,
-    num_steps=30,
+    num_steps=40,
     optim=OptimConfig(lr=2e-4, schedule="cosine", weight_decay=0.0),
     eval=EvalConfig(every=10, temperature=1.0),
     run_dir="runs/tiny_calculator",

@@ -37,9 +37,9 @@ config = GRPOConfig(
     prompts_per_step=32,
     mini_batch_size=256,
     max_tokens_per_gpu=8192,
-    num_steps=24,
+    num_steps=36,
     optim=OptimConfig(lr=3e-4, schedule="cosine", weight_decay=0.0),
-    eval=EvalConfig(every=8, temperature=1.0),
+    eval=EvalConfig(every=12, temperature=1.0),
     run_dir="runs/tiny_guess",
 )
 
