@@ -31,7 +31,11 @@ FULL_SIZE = [f"{name}_qwen3_1_7b_gsm8k" for name in ALGORITHMS]
 OF_ADAPTERS = ["lora_qwen3_4b_gsm8k", "lora_qwen3_8b_gsm8k"]
 TINY = [*(f"{name}_tiny_arithmetic" for name in (*ALGORITHMS, "lora", "pissa")), "example_custom_everything"]
 SMALL = [f"{name}_smollm2_words" for name in ("grpo", "dr_grpo", "dapo", "ppo", "permuted")]
-RANKS = dict.fromkeys(FULL_SIZE, 8) | dict.fromkeys(OF_ADAPTERS, 1) | dict.fromkeys(TINY, 2) | dict.fromkeys(SMALL, 1)
+GAMES = ["tools_tiny_calculator", "turns_tiny_guess", "turns_tiny_retry"]
+RANKS = {
+    **dict.fromkeys(FULL_SIZE, 8), **dict.fromkeys(OF_ADAPTERS, 1), **dict.fromkeys(TINY, 2), **dict.fromkeys(SMALL, 1),
+    **dict.fromkeys(GAMES, 2),
+}  # fmt: skip
 ACCURACY = "val-core/arithmetic/acc/mean@1"
 
 

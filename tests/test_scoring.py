@@ -215,6 +215,16 @@ def test_what_an_error_quotes_is_printable_and_short(tmp_path):
 # ---- Checks at start ----
 
 
+def test_the_trial_of_a_reward_for_episodes_has_what_these_add(tmp_path):
+    body = (
+        "assert extra_info['reply'] == solution_str; return sum(extra_info['turn_rewards']) + extra_info['num_turns']"
+    )
+    cfg = RewardConfig(path=write(tmp_path, body))
+    assert "warning" not in check_reward(cfg, {"mine"}, rows("7", "8"), of_episodes=True)
+    with pytest.raises(RewardError, match="KeyError: 'reply'"):
+        check_reward(cfg, {"mine"}, rows("7", "8"))
+
+
 def test_check_names_function_file_and_hash(tmp_path):
     path = write(tmp_path, "import sys\nprint('hello')\ndef compute_score(**given): return 1")
     line = check_reward(RewardConfig(path=path), {"mine"}, rows("7", "8"))

@@ -187,7 +187,9 @@ def try_reward(cfg: TrainConfig, train: Rows, val: Rows, kinds: Kinds | None = N
     needed |= {cfg.filter_groups.metric: "--filter-groups.metric"} if is_judged else {}
     lots = rows_to_answer(cfg.reward, train, cfg.data.train_max_samples)
     lots += rows_to_answer(cfg.reward, val, cfg.data.val_max_samples)
-    return check_reward(cfg.reward, data_sources(cfg, train, val), trials, to_answer=lots, needed=needed)
+    return check_reward(
+        cfg.reward, data_sources(cfg, train, val), trials, to_answer=lots, needed=needed, of_episodes=kinds is not None
+    )
 
 
 def data_sources(cfg: TrainConfig, train: Rows, val: Rows) -> set[str]:

@@ -16,6 +16,7 @@ from lib.types import Rollout, Sample
 TRIAL_RESPONSES = ("", "The answer is 0.", "The answer is 0.")
 IMPORT_LIMIT_S = 12.0  # of the reward file, unless --reward.timeout-s is longer: a line within 20 s of the launch
 NUM_ANSWERS = 20  # rows of which a grader must accept an answer to one
+OF_EPISODE = {"num_turns": 1, "tool_calls": 0, "turn_rewards": []}  # what conversations add to extra_info, and `reply`
 
 Lot = Mapping[str, Sample]
 """Where each row stands -> the row."""
@@ -28,18 +29,21 @@ def check_reward(
     *,
     to_answer: Sequence[Lot] = (),
     needed: Mapping[str, str] | None = None,
+    of_episodes: bool = False,
 ) -> str:
     """One line for the log: the function, its file and the file's hash, after a trial on at most 3 rows.
 
     `to_answer`: of each lot, the grader must accept an answer that it writes itself, if it writes any. `needed`: number
-    that one trial at least must return -> the option that needs it. Raises UserError for a wrong flag, data source or
+    that one trial at least must return -> the option that needs it. `of_episodes`: responses are conversations, of
+    which extra_info says more. Raises UserError for a wrong flag, data source or
     ground truth (exit 2), RewardError for reward code that does not import, lacks the function, fails on a row, or
     accepts no answer (exit 4). Local to the rank: wrap it in `World.agree`.
     """
     limit = max(IMPORT_LIMIT_S, cfg.timeout_s)
     with closing(Scorer(replace(cfg, num_workers=1), data_sources, start_timeout_s=limit)) as scorer:
         for sample, response in zip(samples.values(), TRIAL_RESPONSES, strict=False):
-            scorer.submit(_as_rollout(sample), response)
+            said = OF_EPISODE | {"reply": response} if of_episodes else {}
+            scorer.submit(_as_rollout(replace(sample, extra_info={**sample.extra_info, **said})), response)
         trials = scorer.collect()
         if scorer.start_error is not None:
             raise (RewardError if cfg.path else UserError)(scorer.start_error)  # built in: a flag or a package
