@@ -136,7 +136,7 @@ def open_run(cfg: TrainConfig, task: Task, world: World, startup: StartupTimer) 
 def open_scorer(cfg: TrainConfig, task: Task, run: Run) -> Scorer:
     """The worker processes of this rank that run the reward function."""
     kinds = task.turns and task.turns.kinds
-    sources = data_sources(cfg, task.train_set.rows, task.val_set.rows) if needs_reward(cfg, kinds) else set()
+    sources = data_sources(cfg, task.train_set.rows, task.val_set.rows) if needs_reward(cfg.reward, kinds) else set()
     log = run.dir / "logs" / f"rewards_{run.world.rank}.log"
     return Scorer(cfg.reward, sources, reward_keys=cfg.advantage.reward_keys, log_path=log)
 
