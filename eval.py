@@ -256,12 +256,8 @@ def generate(
     terminal: Terminal,
 ) -> None:  # fmt: skip
     """Generates the groups of these prompts into `parts`, each as soon as its last response ends."""
-    world, tokenizer, dtype, logs = (
-        parts.world,
-        task.model.tokenizer,
-        task.state["--model.dtype"],
-        parts.folder / "logs",
-    )
+    world, tokenizer, logs = parts.world, task.model.tokenizer, parts.folder / "logs"
+    dtype = task.state["--model.dtype"]
     terminal.say(f"building the engine ({dtype}); what the libraries say goes to {logs}/")
     engine = RolloutEngine(
         cfg.rollout, str(task.model.files.folder), dtype=dtype, max_prompt_len=cfg.data.max_prompt_len,
