@@ -8,8 +8,8 @@ from lib.engine.in_process import TESTED, vllm_version
 from lib.errors import UserError
 
 NEEDS: tuple[Need, ...] = (
-    Calls("vllm:LLM.apply_model", "self func"),
-    Has("vllm:LLM", "llm_engine"),
+    Calls("vllm.entrypoints.llm:LLM.apply_model", "self func"),
+    Has("vllm.entrypoints.llm:LLM", "llm_engine"),
     Has("vllm.v1.engine.llm_engine:LLMEngine", "output_processor vllm_config"),
     Has("vllm.v1.engine.output_processor:OutputProcessor", "request_states"),
     Has("vllm.v1.engine.output_processor:RequestState", "external_req_id detokenizer logprobs_processor"),
