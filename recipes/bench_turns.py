@@ -132,7 +132,7 @@ def main(cfg: BenchTurnsConfig) -> None:
             f"too few prompts; --prompts {workload.prompts}; found {world.size // cfg.tensor_parallel} replicas, "
             "expected at least a prompt for each; raise it"
         ).on_all_ranks()
-    folder = world.gather(tempfile.mkdtemp(prefix="lockstep-turns-") if world.rank == 0 else None)[0]
+    folder = world.gather(make_folder(cfg.workload) if world.rank == 0 else None)[0]
     try:
         if world.rank == 0:
             write_model(workload, folder)
@@ -141,6 +141,17 @@ def main(cfg: BenchTurnsConfig) -> None:
     finally:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_folder(workload: str) -> str:
+    """A new temporary folder, of the same name every time unless another run uses it: what vLLM has compiled for a
+    model is found by the model's path."""
+    folder = Path(tempfile.gettempdir()) / f"lockstep-bench-turns-{workload}"
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        return tempfile.mkdtemp(prefix=f"{folder.name}-")
+    return str(folder)
 
 
 def write_model(workload: Workload, folder: str) -> None:
