@@ -45,6 +45,8 @@ class About:
     """As chat templates take them."""
     takes: dict[str, list[str] | None] = field(default_factory=dict)
     """By tool, the arguments that a row may give it; None: any."""
+    is_user: bool = False
+    """Whether it answers as a user although it has tools."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,7 +81,7 @@ def find_turns(
     has_tools = any(it.tools for it in kinds.about.values())
     call_format = (cfg.format or find_format(template)) if has_tools else None
     appender = Appender(template, stop_ids)
-    appender.check([*["tool"] * has_tools, *["user"] * any(not it.tools for it in kinds.about.values())])
+    appender.check([*["tool"] * has_tools, *["user"] * any(it.is_user or not it.tools for it in kinds.about.values())])
     return Turns(cfg=cfg, kinds=kinds, format=call_format, notes=(*notes, *sorted(appender.notes)))
 
 
