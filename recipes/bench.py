@@ -158,8 +158,10 @@ def main(cfg: BenchConfig) -> None:
             with_raw = rows[-1]["timing_s/gen"]
             rows[-1]["timing_s/gen"] = max(probes.seconds_by_rank)
             rows[-1]["timing_s/step"] -= with_raw - max(probes.seconds_by_rank)
-            model = json.loads((Path(folder) / "model" / "config.json").read_text())
-            report(figures(rows, probes, model, config, workload, world, prepared_s=prepared), rows, cfg, world)
+            report(
+                figures(rows, probes, read_shape(f"{folder}/model"), config, workload, world, prepared_s=prepared),
+                rows, cfg, world,
+            )  # fmt: skip
     finally:
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -384,8 +386,16 @@ def figures(
     return result
 
 
+def read_shape(folder: str) -> dict[str, Any]:
+    """The model's config with transformers' defaults, and the size of a head, which some families leave out."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder).to_dict()
+    return config | {"head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
+
+
 def count_parameters(model: dict[str, Any], *, blocks_only: bool = False) -> int:
-    """Parameters of a Qwen3 by its config.json; norms left out."""
+    """Parameters of a dense decoder by its config; norms left out."""
     hidden, head = model["hidden_size"], model["head_dim"]
     attention = 2 * hidden * head * (model["num_attention_heads"] + model["num_key_value_heads"])
     blocks = model["num_hidden_layers"] * (attention + 3 * hidden * model["intermediate_size"])

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from recipes.bench import FIGURES, Probes, Workload, count_parameters, make_folder, rooflines, training_config
+from lib.families import build_causal_lm
+from recipes.bench import (
+    FIGURES,
+    Probes,
+    Workload,
+    count_parameters,
+    make_folder,
+    read_shape,
+    rooflines,
+    training_config,
+)
+from recipes.make_random_model import SHAPES, SIZES
 from tests.ranks import torchrun
 
 GPU_ONLY = {
@@ -88,3 +99,14 @@ def test_the_folder_keeps_its_name_unless_another_run_has_it(tmp_path, monkeypat
     assert first != beside and Path(beside).is_dir()
     Path(first).rmdir()
     assert make_folder("P1") == first
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != "tiny"])
+def test_the_parameters_of_every_shape_are_counted(shape, tmp_path):
+    import transformers
+
+    config_class, sizes, tied, rest = SHAPES[shape]
+    words = dict(zip(SIZES, sizes, strict=True)) | rest
+    getattr(transformers, config_class)(**words, tie_word_embeddings=tied).save_pretrained(tmp_path)
+    matrices = [it for it in build_causal_lm(tmp_path).parameters() if it.ndim > 1]
+    assert count_parameters(read_shape(str(tmp_path))) == sum(it.numel() for it in matrices)

@@ -53,7 +53,7 @@ class Reply:
     turn: int
     """0 for the first."""
     finish_reason: str
-    """`stop`, or `length` where the turn was cut off."""
+    """`stop`: the model ended it. A turn that is cut off ends the episode, and no `step` is asked about it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,8 @@ class Environment:
         )
 
     def score(self) -> float | Mapping[str, Any] | None:
-        """After the last turn: a score as a reward function gives it; None: the reward function scores."""
+        """After the last turn: a score as a reward function gives it; None: the reward function scores. No `step` came
+        before it where the first turn was cut off."""
         return None
 
     def close(self) -> None:
