@@ -7,9 +7,9 @@ import pytest
 
 from lib.errors import UserError
 from lib.turns.environment import Call, Calls, Environment
-from lib.turns.kinds import Kinds
+from lib.turns.kinds import Kinds, check_rows
 from tests.test_hub import ask, call, hub, reply, results
-from tests.test_kinds import GSM8K, gsm8k_row, read
+from tests.test_kinds import GSM8K, SEARCH, gsm8k_row, read, search_r1_row
 
 FILE = '''
 import asyncio, os, threading, time
@@ -105,6 +105,19 @@ class Counter:
     def release(self, instance):
         note("release", instance["count"])
         raise RuntimeError("cannot be released")
+
+
+class SearchTool(BaseTool):
+    """As verl/tools/search_tool.py, with a page that knows the answer in place of its server."""
+
+    async def create(self, instance_id=None, **kwargs):
+        self.given = kwargs
+        return "it", ToolResponse()
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        created = self.given["create_kwargs"]
+        found = [f"{query}: {' or '.join(created['ground_truth']['target'])}" for query in parameters["query_list"]]
+        return ToolResponse(text="; ".join([created["data_source"], *found])), 0.0, {"query_count": len(found)}
 
 
 class Odd:
@@ -298,6 +311,19 @@ def test_verls_gsm8k_tool_answers_verls_rows(path, tmp_path):
         it.call("close", "b")
         wait_for_lines(path, 4)
         assert log(path)[2:] == ["release 2", "release 1"]
+
+
+def test_verls_search_tool_answers_verls_search_r1_rows(path, tmp_path):
+    with hub(path, "SearchTool", kwargs={"SearchTool": {"config": {"timeout": 30}, "tool_schema": SEARCH}}) as it:
+        it.wait_until_started()
+        kinds, rows = Kinds(it.about), read(tmp_path, "parquet", [search_r1_row(i) for i in range(3)])
+        assert check_rows(kinds, rows, 3) == []
+        sample = rows.sample(2, uid=2)
+        kind = kinds.of(sample.agent_name, sample.extra_info)
+        assert ask(it, "reset", "a", {"kind": kind, "row": kinds.row(sample), "seed": 1}).error is None
+        found = ask(it, "step", "a", reply(calls=[call("search", query_list=["who", "when"])]))
+        assert texts(found) == ["searchR1_nq; who: the 2th or 2; when: the 2th or 2"]
+        assert found.value["metrics"] == {"tool_reward": 0.0, "query_count": 2.0}
 
 
 def test_synchronous_methods_run_in_threads_and_an_instance_is_made_once(path):

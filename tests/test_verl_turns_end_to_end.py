@@ -77,7 +77,8 @@ def test_a_verl_command_trains_a_step_on_verls_rows(folder, monkeypatch):
     assert ranks == "--nproc_per_node=2" and (folder / "verl_turns.py").exists()
     done = torchrun(2, str(ROOT / script), *words, cwd=folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "turns: tools, gsm8k of verl_turns.py; tools calc_gsm8k_reward" in done.stdout
+    assert "turns: tools, gsm8k in verl_turns.py (sha256 " in done.stdout
+    assert "; tools calc_gsm8k_reward, called as hermes" in done.stdout
     [step] = [row for row in read_metrics(folder / "run") if "turns/per_episode" in row]
     assert step["turns/excluded"] == 0 and step["training/rollout_log_probs_diff/max"] < 2e-5
     assert step["turns/calls_per_episode"] > 0 and "turns/tool_reward" in step and "turns/turn_score" in step

@@ -30,6 +30,7 @@ from lib.dist import World
 from lib.errors import RewardError, Stopped, UserError, check_fields
 from lib.rewards.last_number import DIFFICULTIES, PREFIX
 from lib.rewards.process import Request, RewardWorker
+from lib.rewards.search_r1 import SOURCES
 from lib.rewards.worker import ARGUMENTS, ROWS
 from lib.secret_values import environment_without_secrets
 from lib.types import Rollout, Score
@@ -43,6 +44,7 @@ GRADERS = {
     "DigitalLearningGmbH/MATH-lighteval": "lib.rewards.math",
     "HuggingFaceH4/MATH-500": "lib.rewards.math",
     **{f"{PREFIX}{difficulty}": "lib.rewards.last_number" for difficulty in DIFFICULTIES},
+    **dict.fromkeys(SOURCES, "lib.rewards.search_r1"),
 }
 """The built-in graders: data source -> the module whose `compute_score` grades it."""
 

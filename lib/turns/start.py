@@ -63,7 +63,7 @@ class Turns:
     @property
     def in_words(self) -> str:
         """A line, with the hash of the file."""
-        tools = [tool["function"]["name"] for it in self.kinds.about.values() for tool in it.tools]
+        tools = dict.fromkeys(tool["function"]["name"] for it in self.kinds.about.values() for tool in it.tools)
         named = f"; tools {', '.join(tools)}, called as {self.format}" if tools else ""
         return (
             f"turns: {', '.join(self.kinds.about)} in {self.cfg.path} (sha256 {self.kinds.file_hash}){named}; at most "
