@@ -156,15 +156,20 @@ def make_folder(workload: str) -> str:
 
 def write_model(workload: Workload, folder: str) -> None:
     """A model's folder without weights: the engine makes its own."""
-    rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 6))) for _ in range(2000)]
-    messages = [[{"role": "user", "content": " ".join(rng.choices(words, k=300))}] for _ in range(64)]
-    write_rows(Path(folder) / "texts.parquet", [{"prompt": message} for message in messages])
+    write_texts(folder)
     subprocess.run(
         [sys.executable, "-m", "recipes.make_random_model", "--shape", workload.shape, "--out", f"{folder}/model",
          "--texts", f"{folder}/texts.parquet", "--weights", "False"],
         check=True,
     )  # fmt: skip
+
+
+def write_texts(folder: str) -> None:
+    """What the tokenizer learns from: letters, so that every digit is a token."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 6))) for _ in range(2000)]
+    messages = [[{"role": "user", "content": " ".join(rng.choices(words, k=300))}] for _ in range(64)]
+    write_rows(Path(folder) / "texts.parquet", [{"prompt": message} for message in messages])
 
 
 # ---- What is measured ----
@@ -467,14 +472,14 @@ def device_name(world: World) -> str:
 # ---- What a row is made of ----
 
 
-def observed_text(template: ChatTemplate, stop_ids: Sequence[int], length: int) -> str:
+def observed_text(template: ChatTemplate, stop_ids: Sequence[int], length: int, role: str = "user") -> str:
     """A text that becomes `length` tokens between two turns, with what the chat template writes around it."""
     appender = Appender(template, stop_ids)
 
     def ids(text: str) -> list[int]:
-        return appender.ids([{"role": "user", "content": text}])
+        return appender.ids([{"role": role, "content": text}])
 
-    text = "0" * (length - len(ids("0")) + 1)  # the tokenizer has learnt from letters: each digit is a token
+    text = "0" * (length - len(ids("0")) + 1)
     assert len(ids(text)) == length, f"{len(ids(text))} observed tokens instead of {length}"
     return text
 
