@@ -35,7 +35,7 @@ from lib.model.forward import compute_log_probs
 from lib.model.fsdp import FSDPConfig, full_tensor, load_policy, reshard
 from lib.model.lora import AdaptedLinear, LoRAConfig
 from lib.model.networks import CausalPolicy, ModelConfig, put_
-from lib.tracking.console import format_table
+from lib.tracking.console import format_table, validation_values
 from lib.tracking.run_folder import read_metrics
 from lib.types import Sample, Score
 from recipes import make_random_model
@@ -43,7 +43,6 @@ from recipes import make_random_model
 RATIOS = (0.0, 1e-4, 1e-3, 1e-2)
 """|dW| / |W|, Frobenius norms."""
 NUM_PROMPTS, PROMPT_LEN, RESPONSE_LEN = 64, 100, 128
-ACCURACY = "val-core/arithmetic/acc/greedy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +159,12 @@ def learn(cfg: PrecisionConfig) -> None:
                     check=True, stdout=subprocess.DEVNULL,
                 )  # fmt: skip
                 found = read_metrics(Path(run))
-                accuracy = [row[ACCURACY] for row in found if ACCURACY in row]
+                series = validation_values(found)
+                accuracy = [value for _, value in series[min(name for name in series if "/acc/" in name)]]
                 gap = [row["training/rollout_log_probs_diff/mean"] for row in found
                        if "training/rollout_log_probs_diff/mean" in row]  # fmt: skip
-                numbers = (*accuracy[:: max(1, len(accuracy) // 3)][:3], accuracy[-1], fmean(gap), max(gap))
+                shown = [accuracy[round(share * (len(accuracy) - 1))] for share in (0, 1 / 3, 2 / 3, 1)]
+                numbers = (*shown, fmean(gap), max(gap))
                 rows.append((f"{kind} {seed}", *(f"{it:.4f}" for it in numbers)))
                 print("  ".join(rows[-1]), f"{time.monotonic() - started:.0f} s", flush=True)
     print(format_table(("run", "start", "a third", "two thirds", "end", "mismatch, mean", "largest step"), rows))
