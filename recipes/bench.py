@@ -58,6 +58,7 @@ class Workload:
     max_tokens_per_gpu: int = 8192
     gpu_memory_utilization: float = 0.5
     optimizer_offload: bool = False
+    """Where all weights train."""
 
 
 WORKLOADS = {
@@ -130,7 +131,7 @@ class BenchConfig:
     fast_paths: Literal["auto", "off"] = "auto"
     """--rollout.fast-paths of the run."""
     lora_rank: int = 0
-    """--lora.rank of the run."""
+    """--lora.rank of the run; above 0 the optimizer's moments, which are small then, stay on the GPU."""
     lora_init: Literal["kaiming", "pissa"] = "kaiming"
     """--lora.init of the run."""
     out: str | None = None
@@ -200,7 +201,7 @@ def training_config(cfg: BenchConfig, workload: Workload, folder: str, world: Wo
         num_steps=cfg.steps + 1,
         lora=LoRAConfig(rank=cfg.lora_rank, init=cfg.lora_init),
         optim=OptimConfig(lr=1e-5),
-        fsdp=FSDPConfig(optimizer_offload=workload.optimizer_offload),
+        fsdp=FSDPConfig(optimizer_offload=workload.optimizer_offload and not cfg.lora_rank),
         eval=EvalConfig(every=0),
         checkpoint=CheckpointConfig(every_minutes=0, at_end=False),
         run_dir=f"{folder}/run",
