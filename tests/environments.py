@@ -1,5 +1,6 @@
 """Environments for runs on the tiny arithmetic model: files like those that users write."""
 
+import random
 import re
 import time
 
@@ -33,6 +34,19 @@ class Begins(Retry):
     def reset(self, row, seed):
         super().reset(row, seed)
         return Observation(messages=f"{seed % 7}")
+
+
+class Waits(Retry):
+    """Answers after up to `most_s` seconds, which depend on nothing."""
+
+    instant = False
+
+    def __init__(self, most_s=0.0):
+        self.most_s = most_s
+
+    def step(self, reply):
+        time.sleep(random.SystemRandom().random() * self.most_s)
+        return super().step(reply)
 
 
 class Sleeps(Environment):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,7 +41,8 @@ def test_a_run_samples_and_learns_from_episodes(task, tmp_path, layout):
     words = (*task, *LAYOUTS[layout], "--turns.name", "Begins", "--run-dir", str(run))
     done = torchrun(2, "-m", *words)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "turns: Begins of tests/environments.py; at most 3 turns, joined by arrival" in done.stdout
+    line = r"turns: Begins in tests/environments.py \(sha256 \w{16}\); at most 3 turns, joined by arrival"
+    assert re.search(line, done.stdout)
     assert "reward: the environments score" in done.stdout
     tokenizer = AutoTokenizer.from_pretrained(task[2])
     rows = [json.loads(line) for line in (run / "samples" / "step_2.jsonl").read_text().splitlines()]
@@ -64,6 +66,39 @@ def test_a_run_samples_and_learns_from_episodes(task, tmp_path, layout):
         assert 1 <= row["turns/per_episode"] <= 3 and row["num_turns/max"] <= 6
         assert row["turns/cached_prompt_ratio"] >= 0 and row["turns/tool_latency_s/max"] > 0
     assert last["val-aux/num_turns/mean"] > 1
+
+
+TOGETHER = {
+    "PPO, adapters, a KL in the reward": (
+        ("recipes.ppo_tiny_arithmetic", "--lora.rank", "4", "--kl-reward.coef", "0.01", "--critic.warmup-steps", "1"),
+        {"critic/vf_loss", "critic/values/mean", "actor/reward_kl_penalty"},
+    ),
+    "a greedy baseline, masked truncation": (
+        ("recipes.remax_tiny_arithmetic", "--overlong.mask-truncated", "True"), {"remax/greedy_score"},
+    ),
+    "dynamic sampling, curriculum, partial rollouts, several reward keys": (
+        (
+            "recipes.grpo_tiny_arithmetic", "--filter-groups.enable", "True", "--data.curriculum", "True",
+            "--rollout.partial-share", "0.8", "--advantage", "gdpo", "--advantage.reward-keys", "score", "acc",
+        ),
+        {"filter_groups/kept", "curriculum/drawn_unseen", "partial/continued"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", TOGETHER)
+def test_what_else_decides_a_step_sees_episodes_as_responses(task, tmp_path, which):
+    (recipe, *more), names = TOGETHER[which]
+    words = (recipe, *task[1:], "--rollout.n", "8", "--turns.name", "Retry", "--run-dir", str(tmp_path / "run"))
+    done = torchrun(2, "-m", *words, *more)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
+    for row in rows:
+        assert names <= row.keys(), sorted(row)
+        assert row["training/rollout_log_probs_diff/max"] < 2e-5 and row["turns/excluded"] == 0
+        assert 1 < row["turns/per_episode"] <= 3
+    assert rows[-1]["actor/grad_norm"] > 0
 
 
 def test_a_run_stops_while_an_environment_thinks(task, tmp_path):
