@@ -292,7 +292,7 @@ class Bench:
 
     @contextmanager
     def conversations(self, cfg: TurnsConfig) -> Any:
-        """As a run has them, once all workers have started."""
+        """As a run has them."""
         trials = {"a sample": self.samples("l0", "threads")[0]}
         kinds = self.world.on_rank_0(lambda: find_kinds(cfg, trials))
         turns = find_turns(cfg, kinds, self.template, self.stop_ids)
@@ -300,8 +300,6 @@ class Bench:
             turns, self.engine, lambda: self.template, stop_ids=self.stop_ids, split_prompts=False, say=self.say,
             max_prompt_len=self.workload.prompt_len, log_path=Path(self.folder) / f"turns_{self.world.rank}.log",
         ) as conversations:  # fmt: skip
-            while conversations.is_leader and not all(it.started for it in conversations.dialogue.hub._workers):
-                time.sleep(0.05)
             yield conversations
 
     def samples(self, level: str, kind: str) -> list[Sample]:
@@ -359,6 +357,8 @@ class Bench:
         self.engine.steps, workload = [], self.workload
         conversations.metrics([])
         conversations.join = {"serial": "round"}.get(join, join)
+        while conversations.is_leader and not all(it.started for it in conversations.dialogue.hub._workers):
+            time.sleep(0.05)  # at the start, and where a row has had some replaced
         self.world.gather(None)
         started = time.perf_counter()
         if name == "single":
@@ -413,7 +413,8 @@ class Bench:
             if l1 and l2:
                 found.append((f"L2 {kind}: seconds beyond L1", l2.wall_s - l1.wall_s, "<=", 11.0))
             if l2:
-                found.append((f"L2 {kind}: excluded beyond those that hang", l2.excluded - self.num_hanging, "<=", 0))
+                wrongly = abs(l2.excluded - self.num_hanging)
+                found.append((f"L2 {kind}: excluded, off those that hang", wrongly, "<=", 0))
         return found
 
     @property
