@@ -58,6 +58,7 @@ class Workload:
     max_tokens_per_gpu: int = 8192
     gpu_memory_utilization: float = 0.5
     optimizer_offload: bool = False
+    """Where all weights train."""
 
 
 WORKLOADS = {
@@ -99,6 +100,8 @@ FIGURES = {
     "outside_share": "share of a step outside generation and update",
     "log_probs_diff_mean": "mean |log-prob of the trainer - of the engine| on the sampled tokens, nats; largest step",
     "grad_norm_min": "smallest gradient norm of a step; 0 would mean that nothing was trained",
+    "pissa_init_s": "seconds of PiSSA's decompositions; null without --lora-init pissa",
+    "pissa_was_cached": "1 where an earlier run's were found instead, 0 where not; null likewise",
     "launch_to_first_step_s": "seconds from the launch to the first step, making the model and data left out",
     "roofline_rollout_s": "limit of the rollout on an H200: prefill at 790 TFLOP/s, "
     "decoding at that or at 4.3 TB/s, whichever is slower, with the sequences in flight that the KV cache holds; no "
@@ -128,7 +131,9 @@ class BenchConfig:
     fast_paths: Literal["auto", "off"] = "auto"
     """--rollout.fast-paths of the run."""
     lora_rank: int = 0
-    """--lora.rank of the run."""
+    """--lora.rank of the run; above 0 the optimizer's moments, which are small then, stay on the GPU."""
+    lora_init: Literal["kaiming", "pissa"] = "kaiming"
+    """--lora.init of the run."""
     out: str | None = None
     """File for the JSON line, beside the terminal."""
 
@@ -194,9 +199,9 @@ def training_config(cfg: BenchConfig, workload: Workload, folder: str, world: Wo
         mini_batch_size=prompts * workload.n // cfg.updates,
         max_tokens_per_gpu=workload.max_tokens_per_gpu,
         num_steps=cfg.steps + 1,
-        lora=LoRAConfig(rank=cfg.lora_rank),
+        lora=LoRAConfig(rank=cfg.lora_rank, init=cfg.lora_init),
         optim=OptimConfig(lr=1e-5),
-        fsdp=FSDPConfig(optimizer_offload=workload.optimizer_offload),
+        fsdp=FSDPConfig(optimizer_offload=workload.optimizer_offload and not cfg.lora_rank),
         eval=EvalConfig(every=0),
         checkpoint=CheckpointConfig(every_minutes=0, at_end=False),
         run_dir=f"{folder}/run",
@@ -243,6 +248,7 @@ class Probes:
     def __init__(self, *, num_steps: int) -> None:
         self.num_steps = num_steps
         self.launch_to_first_step_s = 0.0
+        self.adapter_start = 0.0, False
         self.real_tokens = self.computed_tokens = 0
         self.raw_s = self.ours_s = 0.0
         self.seconds_by_rank: list[float] = []
@@ -299,8 +305,19 @@ class Probes:
             probes.computed_tokens += int(micro_batch.total_lens.sum())
             return forward_policy(policy, micro_batch, **keywords)
 
+        begin_adapter = setup.begin_adapter_
+
+        def begin(*args: Any) -> bool:
+            started = time.perf_counter()
+            was_cached = begin_adapter(*args)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            probes.adapter_start = time.perf_counter() - started, was_cached
+            return was_cached
+
         in_script = {"StartupTimer": Timer, "Metrics": PhaseMetrics, "forward_policy": forward}
-        with patch.multiple(train_grpo, **in_script), patch.object(setup, "RolloutEngine", Engine):
+        in_setup = {"RolloutEngine": Engine, "begin_adapter_": begin}
+        with patch.multiple(train_grpo, **in_script), patch.multiple(setup, **in_setup):
             yield
 
 
@@ -372,6 +389,8 @@ def figures(
         if config.rollout.log_probs
         else None,
         "grad_norm_min": min(row["actor/grad_norm"] for row in rows),
+        "pissa_init_s": probes.adapter_start[0] if config.lora.init == "pissa" else None,
+        "pissa_was_cached": float(probes.adapter_start[1]) if config.lora.init == "pissa" else None,
         "launch_to_first_step_s": probes.launch_to_first_step_s - prepared_s,
         "roofline_rollout_s": None,
         "roofline_update_s": None,

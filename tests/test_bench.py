@@ -36,7 +36,8 @@ QWEN3_1_7B = {
 def found(tmp_path_factory):
     """What the run printed, and its figures."""
     out = tmp_path_factory.mktemp("bench") / "figures.json"
-    done = torchrun(1, "-m", "recipes.bench", "--workload", "tiny", "--steps", "2", "--out", str(out))
+    words = ("--workload", "tiny", "--steps", "2", "--lora-rank", "4", "--lora-init", "pissa", "--out", str(out))
+    done = torchrun(1, "-m", "recipes.bench", *words, XDG_CACHE_HOME=str(out.parent))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done.stdout, json.loads(out.read_text())
 
@@ -47,6 +48,7 @@ def test_every_figure_is_there_and_null_only_where_the_cpu_has_none(found):
     assert json.loads(printed.strip().splitlines()[-1]) == figures
     assert {name for name in FIGURES if figures[name] is None} == GPU_ONLY
     assert all(math.isfinite(figures[name]) for name in FIGURES if name not in GPU_ONLY)
+    assert 0 < figures["pissa_init_s"] < figures["launch_to_first_step_s"] and figures["pissa_was_cached"] == 0
 
 
 def test_figures_agree_with_one_another(found):
