@@ -130,8 +130,8 @@ def told_refusals(cfg: Any, model_path: str, *, on_gpu: bool, rank: int) -> Iter
         found = f"rank {rank}; found {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
         if isinstance(error, AssertionError) and "memory profiling" in str(error):
             raise UserError(
-                f"another process gave GPU memory back while the engine measured it; {found}; start again when no "
-                "other run begins or ends on this GPU"
+                f"another process gave GPU memory back while the engine measured it; rank {rank}; found "
+                f"{' '.join(str(error).split())[:120]}; start again when no other run begins or ends on this GPU"
             ) from error
         config = read_json(Path(model_path) / "config.json")
         if not is_proved(config):
