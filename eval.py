@@ -10,22 +10,24 @@ it says otherwise.
 
 out.parquet has the input's columns and rows, and per row a list with an entry for every response: `responses`,
 `scores` (null: the reward function failed or declined), `predictions` (its `pred`), `finish_reasons` (stop, length),
-`response_lengths` (tokens). out.json has the statistics, out.html shows them with samples. An evaluation that was
-killed goes on where it was when it is started again.
+`response_lengths` (tokens); of conversations also what lib/evaluation/episodes.py says. out.json has the statistics,
+out.html shows them with samples. An evaluation that was killed goes on where it was when it is started again.
 """
 
 import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from lib.config import REQUIRED, parse_cli, reporting_errors
-from lib.data import decode
-from lib.dist import init_distributed, shutdown_distributed
+from lib.data import ChatTemplate, Rows
+from lib.data.tokenizer import text_of
+from lib.dist import World, init_distributed, shutdown_distributed
 from lib.engine import RolloutConfig, RolloutEngine, training_sampling
 from lib.errors import UserError, check_fields
 from lib.evaluation import CompareConfig, compare_runs, render_page, summarise, summary_table
@@ -37,6 +39,7 @@ from lib.evaluation.any_model import (
     load_eval_prompts,
     what_defines_responses,
 )
+from lib.evaluation.episodes import episode_of
 from lib.evaluation.inputs import (
     EvalDataConfig,
     EvalGroup,
@@ -51,14 +54,18 @@ from lib.evaluation.inputs import (
     write_output,
 )
 from lib.evaluation.of_model import complete
-from lib.evaluation.scores import collect_scores, submit, try_reward
+from lib.evaluation.scores import collect_scores, first_rows, submit, try_reward
 from lib.launch import check_engines, check_same_config, check_same_prompts
+from lib.launch.checks import needs_reward
 from lib.model import ModelConfig
 from lib.peers import naming_killed_ranks
 from lib.rewards import RewardConfig, Scorer
 from lib.secret_values import blank
 from lib.tracking.terminal import Terminal
-from lib.types import Sample
+from lib.turns import TurnsConfig
+from lib.turns.kinds import check_rows
+from lib.turns.start import Turns, find_kinds, find_turns, open_sampler
+from lib.types import Rollout, Sample
 
 ROLLOUT = RolloutConfig(n=1, temperature=0.0, log_probs=False, sleep=False, gpu_memory_utilization=0.9)
 """How an evaluation samples unless told otherwise; its log_probs and sleep are what is so without a trainer."""
@@ -75,6 +82,7 @@ class EvalScriptConfig:
     lora: EvalLoRAConfig = field(default_factory=EvalLoRAConfig)
     data: EvalDataConfig = field(default_factory=EvalDataConfig)
     rollout: RolloutConfig = ROLLOUT
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     output: str = REQUIRED
     """Parquet file to write; a .json and a .html file of the same name are written beside it."""
@@ -101,6 +109,12 @@ class EvalScriptConfig:
                 f"--rollout.n {self.rollout.n} with --rollout.temperature 0; greedy responses to one prompt are all "
                 "the same; expected a temperature above 0; set --rollout.temperature 1.0, or --rollout.n 1"
             )
+        self.turns.check_sampling(self.rollout)
+        if self.score_only and self.turns.path is not None:
+            raise UserError(
+                f"nothing is answered where responses are there already; --score-only; found --turns.path "
+                f"{self.turns.path}, expected none; leave out one of the two"
+            )
         of_training = RolloutConfig.__annotations__  # the fields that it adds to SamplingConfig and EngineConfig
         chosen = [f"--rollout.{it}" for it in of_training if getattr(self.rollout, it) != getattr(ROLLOUT, it)]
         chosen += ["--model.gradient-checkpointing"] * (self.model.gradient_checkpointing is not None)
@@ -126,104 +140,146 @@ def main(cfg: EvalScriptConfig, argv: Sequence[str] | None = None) -> None:
         shutdown_distributed()
 
 
-def evaluate_model(cfg: EvalScriptConfig, notes: Sequence[str] = ()) -> None:
-    """Checks the input, generates what is missing, scores, writes. `notes`: what to say first."""
-    # ---- Everything that can be wrong with the input, before a model is loaded ----
-    world = init_distributed()
+@dataclass(frozen=True, kw_only=True)
+class EvalTask:
+    """What is evaluated, checked before a model is loaded. The same on all ranks."""
+
+    output: Path
+    rows: Rows
+    table: Any
+    """Their columns, of those that are evaluated (pyarrow)."""
+    samples: list[Sample]
+    kept: Sequence[int]
+    """The row of each of these."""
+    groups: dict[int, EvalGroup] = field(default_factory=dict)
+    """By uid, with --score-only."""
+    reward: str
+    """A line about the reward function."""
+    needs_reward: bool
+    """Whether a reward function may be asked."""
+    notes: tuple[str, ...]
+    model: EvalModel | None = None
+    """None with --score-only, as all that follows."""
+    stop_ids: Sequence[int] = ()
+    turns: Turns | None = None
+    date: str | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    """What defines the responses."""
+
+
+def find_task(cfg: EvalScriptConfig, world: World) -> EvalTask:
+    """Everything that can be wrong with the input. Raises UserError, RewardError, DamagedCheckpoint."""
     check_same_config(cfg, world)
     output = world.agree(lambda: check_output(cfg.output, cfg.data.files, overwrite=cfg.overwrite))
-    needs_grader = cfg.reward.path is None and not cfg.generate_only
+    scores, has_turns = not cfg.generate_only, cfg.turns.path is not None
+    needs_grader = scores and cfg.reward.path is None and not has_turns
     table, rows, warnings = world.agree(
-        lambda: read_input(cfg.data, with_responses=cfg.score_only, needs_grader=needs_grader)
+        lambda: read_input(cfg.data, with_responses=cfg.score_only, needs_grader=needs_grader, with_turns=has_turns)
     )
-    reward_note = "reward: none"
-    if not cfg.generate_only:
-        reward_note = world.agree(lambda: try_reward(cfg.reward, cfg.data, rows))
+    groups = groups_of(table) if cfg.score_only else {}
+    kinds = None
+    if has_turns:
+        kinds = world.on_rank_0(lambda: find_kinds(cfg.turns, first_rows(cfg.data, rows)))
+        warnings += world.agree(lambda: check_rows(kinds, rows, len(table)))
+    reward, of_episodes = "reward: none", has_turns or any(group.episodes for group in groups.values())
+    if scores:
+        reward = world.agree(lambda: try_reward(cfg.reward, cfg.data, rows, kinds, of_episodes=of_episodes))
+    known = dict(output=output, rows=rows, reward=reward, needs_reward=scores and needs_reward(cfg.reward, kinds))
     if cfg.score_only:
-        groups, kept = groups_of(table), range(len(table))
+        kept = range(len(table))
         samples = [rows.sample(row, uid=row) for row in kept]
-        state, logs, log = {}, None, None
-    else:
-        world.agree(lambda: check_engines(cfg.rollout, world))
-        model = find_model(cfg.model.path, cfg.data, cfg.rollout, world, adapter_path=cfg.lora.path)
-        date = world.on_rank_0(lambda: date_of(cfg.output))
-        stop_ids, prompts = world.agree(lambda: load_eval_prompts(cfg.data, model, rows, date=date))
-        check_same_prompts(prompts, prompts, world)
-        samples, kept = prompts.all_samples(), prompts.kept
-        dtype = str(cfg.model.compute_dtype(world)).removeprefix("torch.")
-        state = what_defines_responses(cfg.rollout, model, prompts, stop_ids, dtype=dtype, seed=cfg.seed)
+        return EvalTask(**known, table=table, samples=samples, kept=kept, groups=groups, notes=(reward, *warnings))
+    world.agree(lambda: check_engines(cfg.rollout, world))
+    model = find_model(cfg.model.path, cfg.data, cfg.rollout, world, adapter_path=cfg.lora.path)
+    date = world.on_rank_0(lambda: date_of(cfg.output))
+    stop_ids, prompts = world.agree(lambda: load_eval_prompts(cfg.data, model, rows, date=date, kinds=kinds))
+    check_same_prompts(prompts, prompts, world)
+    template = ChatTemplate(model.tokenizer, cfg.data.chat_template_kwargs, date=date)
+    turns = world.agree(lambda: find_turns(cfg.turns, kinds, template, stop_ids))
+    dtype = str(cfg.model.compute_dtype(world)).removeprefix("torch.")
+    state = what_defines_responses(cfg.rollout, model, prompts, stop_ids, dtype=dtype, seed=cfg.seed, turns=turns)
+    of_turns = (turns.in_words, *turns.notes) if turns else ()
+    return EvalTask(
+        **known, table=table.take(list(prompts.kept)), samples=prompts.all_samples(), kept=prompts.kept, model=model,
+        stop_ids=stop_ids, turns=turns, date=date, state=state,
+        notes=(reward, *of_turns, *warnings, *model.warnings, *prompts.warnings),
+    )  # fmt: skip
 
+
+def evaluate_model(cfg: EvalScriptConfig, notes: Sequence[str] = ()) -> None:
+    """Checks the input, generates what is missing, scores, writes. `notes`: what to say first."""
+    world = init_distributed()
+    task = find_task(cfg, world)
+    samples, groups = task.samples, task.groups
     with ExitStack() as stack:
-        world.agree(lambda: stack.enter_context(only_writer(output)) if world.rank == 0 else None)
+        world.agree(lambda: stack.enter_context(only_writer(task.output)) if world.rank == 0 else None)
         world.agree(
             lambda: check_output(cfg.output, cfg.data.files, overwrite=cfg.overwrite)
         )  # no other process writes it now
+        parts, logs = None, None
         if not cfg.score_only:
-            parts = Parts(parts_folder(output), state, world, overwrite=cfg.overwrite)
-            groups, logs, log = parts.groups, parts.folder / "logs", parts.log
-            warnings += [*model.warnings, *prompts.warnings]
-            warnings += [f"{len(groups)} of {len(samples)} prompts are finished already"]
-        terminal = stack.enter_context(Terminal(world, log))
+            parts = Parts(parts_folder(task.output), task.state, world, overwrite=cfg.overwrite)
+            groups, logs = parts.groups, parts.folder / "logs"
+        terminal = stack.enter_context(Terminal(world, parts and parts.log))
         scorer = None
         if not cfg.generate_only:
-            sources, log_path = {sample.data_source for sample in samples}, logs and logs / f"rewards_{world.rank}.log"
+            sources = {sample.data_source for sample in samples} if task.needs_reward else set()
+            log_path = logs and logs / f"rewards_{world.rank}.log"
             scorer = stack.enter_context(closing(Scorer(cfg.reward, sources, log_path=log_path)))
             for uid in sorted(groups)[world.rank :: world.size]:  # while the engine starts
                 submit(scorer, groups[uid], samples[uid])
-        for note in dict.fromkeys((*notes, reward_note, *warnings)):
+        finished = [f"{len(groups)} of {len(samples)} prompts are finished already"] * (parts is not None)
+        for note in dict.fromkeys((*notes, *task.notes, *finished)):
             terminal.say(note)
 
         # ---- Generate what is missing; it is scored meanwhile ----
         missing = [sample for sample in samples if sample.uid not in groups]
         if missing:
-            generate(cfg, model, stop_ids, missing, parts=parts, scorer=scorer, terminal=terminal)
+            generate(cfg, task, missing, parts=parts, scorer=scorer, terminal=terminal)
         scores = {} if scorer is None else collect_scores(scorer, cfg.reward, world, terminal)
 
         # ---- Write: all of it, then the parts are no longer needed ----
         def write() -> None:
             found = parts.read() if missing else groups
-            finished = [replace(found[uid], scores=scores.get(uid)) for uid in range(len(samples))]
-            summaries = summarise(finished, [sample.data_source for sample in samples])
-            title = f"{cfg.model.path or 'Responses'} on {', '.join(cfg.data.files)}"
-            settings = settings_in_words(cfg, state)
-            page = render_page(title, settings, summaries, finished, samples, lambda place: rows[kept[place]]["prompt"])
-            text = json.dumps(blank({"responses": state, "reward": reward_note, "summary": summaries}), indent=2)
-            write_atomically(output.with_suffix(".html"), blank(page).encode())
-            write_atomically(output.with_suffix(".json"), f"{text}\n".encode())
-            write_output(output, table.take(list(kept)), finished)
-            if not cfg.score_only:
+            table = write_results(
+                cfg, task, [replace(found[uid], scores=scores.get(uid)) for uid in range(len(samples))]
+            )
+            if parts is not None:
                 parts.delete()
-            columns = shutil.get_terminal_size().columns
-            terminal.say(f"{summary_table(summaries, width=columns)}\nwritten: {output}, and .json and .html beside it")
+            terminal.say(f"{table}\nwritten: {task.output}, and .json and .html beside it")
 
         world.agree(lambda: write() if world.rank == 0 else None)
 
 
 def generate(
-    cfg: EvalScriptConfig, model: EvalModel, stop_ids: list[int], samples: list[Sample], *,
-    parts: Parts, scorer: Scorer | None, terminal: Terminal,
+    cfg: EvalScriptConfig, task: EvalTask, samples: list[Sample], *, parts: Parts, scorer: Scorer | None,
+    terminal: Terminal,
 ) -> None:  # fmt: skip
     """Generates the groups of these prompts into `parts`, each as soon as its last response ends."""
-    world = parts.world
-    dtype = str(cfg.model.compute_dtype(world)).removeprefix("torch.")
-    terminal.say(f"building the engine ({dtype}); what the libraries say goes to {parts.folder}/logs/")
+    world, tokenizer, dtype, logs = (
+        parts.world,
+        task.model.tokenizer,
+        task.state["--model.dtype"],
+        parts.folder / "logs",
+    )
+    terminal.say(f"building the engine ({dtype}); what the libraries say goes to {logs}/")
     engine = RolloutEngine(
-        cfg.rollout, str(model.files.folder), dtype=dtype, max_prompt_len=cfg.data.max_prompt_len,
-        most_responses=len(samples) * cfg.rollout.n, stop_token_ids=stop_ids, world=world, seed=cfg.seed,
+        cfg.rollout, str(task.model.files.folder), dtype=dtype, max_prompt_len=cfg.data.max_prompt_len,
+        most_responses=len(samples) * cfg.rollout.n, stop_token_ids=task.stop_ids, world=world, seed=cfg.seed,
     )  # fmt: skip
     for warning in engine.warnings:
         terminal.say(f"warning: {warning}")
-    terminal.say(f"the engine holds the model: all {load_engine_(engine, model, world)} tensors were written")
+    terminal.say(f"the engine holds the model: all {load_engine_(engine, task.model, world)} tensors were written")
     share, num_tokens, start = engine.share(samples), 0, time.perf_counter()
-    with terminal.progress("generating", len(share)) as advance:
-        for rollouts in engine.generate(share, training_sampling(cfg.rollout), stream="validation"):
+    conversations = open_sampler(
+        task.turns, engine, lambda: ChatTemplate(tokenizer, cfg.data.chat_template_kwargs, date=task.date),
+        stop_ids=task.stop_ids, max_prompt_len=cfg.data.max_prompt_len, say=terminal.say,
+        split_prompts=cfg.data.control_tokens == "split", log_path=logs / f"turns_{world.rank}.log",
+    )  # fmt: skip
+    with conversations as sampler, terminal.progress("generating", len(share)) as advance:
+        for rollouts in sampler.generate(share, training_sampling(cfg.rollout), stream="validation"):
             if engine.is_leader:
-                group = EvalGroup(
-                    uid=rollouts[0].sample.uid,
-                    responses=[decode(model.tokenizer, rollout.response_ids) for rollout in rollouts],
-                    finish_reasons=[rollout.finish_reason for rollout in rollouts],
-                    response_lengths=[len(rollout.response_ids) for rollout in rollouts],
-                )
+                group = group_of(rollouts, tokenizer, with_turns=task.turns is not None)
                 parts.add(group)
                 if scorer is not None:
                     submit(scorer, group, rollouts[0].sample)
@@ -237,12 +293,38 @@ def generate(
     )
 
 
-def settings_in_words(cfg: EvalScriptConfig, state: Mapping[str, Any]) -> dict[str, Any]:
+def group_of(rollouts: Sequence[Rollout], tokenizer: Any, *, with_turns: bool) -> EvalGroup:
+    """What is kept of the responses to one prompt."""
+    return EvalGroup(
+        uid=rollouts[0].sample.uid,
+        responses=[text_of(tokenizer, rollout) for rollout in rollouts],
+        finish_reasons=[rollout.finish_reason for rollout in rollouts],
+        response_lengths=[len(rollout.response_ids) for rollout in rollouts],
+        episodes=[episode_of(rollout, tokenizer) for rollout in rollouts] if with_turns else None,
+    )
+
+
+def write_results(cfg: EvalScriptConfig, task: EvalTask, groups: Sequence[EvalGroup]) -> str:
+    """Writes the three files; the table of results. Executed by rank 0."""
+    samples, output = task.samples, task.output
+    summaries = summarise(groups, [sample.data_source for sample in samples])
+    title = f"{cfg.model.path or 'Responses'} on {', '.join(cfg.data.files)}"
+    settings = settings_in_words(cfg, task)
+    page = render_page(title, settings, summaries, groups, samples, lambda place: task.rows[task.kept[place]]["prompt"])
+    text = json.dumps(blank({"responses": task.state, "reward": task.reward, "summary": summaries}), indent=2)
+    write_atomically(output.with_suffix(".html"), blank(page).encode())
+    write_atomically(output.with_suffix(".json"), f"{text}\n".encode())
+    write_output(output, task.table, groups)
+    return summary_table(summaries, width=shutil.get_terminal_size().columns)
+
+
+def settings_in_words(cfg: EvalScriptConfig, task: EvalTask) -> dict[str, Any]:
     """What the page says of how the responses came about; of responses that a file held, little is known."""
-    known = {"data": ", ".join(cfg.data.files), "reward": cfg.reward.path or "built in, by data source"}
+    reward = cfg.reward.path or ("built in, by data source" if task.needs_reward else "the environments'")
+    known = {"data": ", ".join(cfg.data.files), "reward": reward}
     if cfg.score_only:
         return {"responses": "of the data file", **known}
-    rollout = cfg.rollout
+    rollout, state = cfg.rollout, task.state
     return {
         "model": f"{cfg.model.path} ({state['--model.dtype']}, fingerprint {state['model']})",
         **({"adapter": cfg.lora.path} if cfg.lora.path else {}),
@@ -255,6 +337,7 @@ def settings_in_words(cfg: EvalScriptConfig, state: Mapping[str, Any]) -> dict[s
         "longest prompt": f"{cfg.data.max_prompt_len} tokens",
         "longest response": f"{rollout.max_response_len} tokens",
         **({"stop strings": ", ".join(map(repr, rollout.stop))} if rollout.stop else {}),
+        **({"turns": task.turns.in_words.removeprefix("turns: ")} if task.turns else {}),
         **({"date in the prompts": state["date"]} if "date" in state else {}),
     }
 

@@ -107,7 +107,7 @@ def train(cfg: GRPOConfig) -> None:
             trained = {"actor": actor}
         policy, optimizer = actor.model, actor.optimizer
         weight_sync = sync_and_compare(cfg, engine, trained, run, startup)
-        if words := task.resume.in_words(cfg, num_steps, reward=task.reward):
+        if words := task.resume.in_words(cfg, num_steps, reward=task.reward, turns=task.turns):
             run.say(words)
         validate = partial(
             evaluate, sampler, task.val_samples, scorer, task.tokenizer, cfg=cfg.eval, rollout=cfg.rollout,

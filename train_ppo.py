@@ -142,7 +142,7 @@ def train(cfg: PPOConfig) -> None:
         policy, optimizer = actor.model, actor.optimizer
         critic, critic_optimizer = trained["critic"].model, trained["critic"].optimizer
         weight_sync = sync_and_compare(cfg, engine, trained, run, startup)
-        if words := task.resume.in_words(cfg, num_steps, reward=task.reward):
+        if words := task.resume.in_words(cfg, num_steps, reward=task.reward, turns=task.turns):
             run.say(words)
         validate = partial(
             evaluate, sampler, task.val_samples, scorer, task.tokenizer, cfg=cfg.eval, rollout=cfg.rollout,

@@ -69,13 +69,14 @@ class Rollout:
     """Steps in which it went on after its first (partial rollouts)."""
     spans: list[int] = field(default_factory=list)
     """Lengths of what was sampled and what was observed, in turn, sampled first; none: all of it was sampled."""
+    observed: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """(turn that followed, 0 for the first; a message of the environment), in order: what was observed, in words."""
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     """(place in response_ids of a turn's last sampled token, what the environment gave for that turn)."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Sums over its turns: tool calls, what went wrong with them, what the environment measured."""
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """For people, of each turn that was answered: `calls` (name, arguments, error), `seconds`, `messages` (role, name,
-    content: what was appended)."""
+    """For people, of each turn that was answered: `calls` (name, arguments, error) and the answer's `seconds`."""
 
     @property
     def is_truncated(self) -> bool:

@@ -66,6 +66,8 @@ class RandomModelConfig:
     """Mean response length to aim at, in tokens: so many ids end a response that lengths are geometric; 0: one id."""
     seed: int = 0
     """Seed of the weights."""
+    weights: bool = True
+    """Write weights; without them the folder is enough for an engine alone, which makes its own."""
 
 
 def main(cfg: RandomModelConfig) -> None:
@@ -91,9 +93,14 @@ def main(cfg: RandomModelConfig) -> None:
     words = dict(zip(SIZES, sizes, strict=True)) | rest | special
     config = getattr(transformers, config_class)(**words, tie_word_embeddings=tied)
     torch.manual_seed(cfg.seed)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device if cfg.weights else "meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.to("cpu").save_pretrained(cfg.out)
+    if cfg.weights:
+        model.to("cpu").save_pretrained(cfg.out)
+    else:
+        model.config.architectures = [type(model).__name__]  # as save_pretrained has it
+        model.config.save_pretrained(cfg.out)
     tokenizer.save_pretrained(cfg.out)
     (Path(cfg.out) / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     print(f"{cfg.out}: {sum(p.numel() for p in model.parameters()) / 1e9:.2f} B parameters, {len(tokenizer)} tokens")

@@ -19,7 +19,7 @@ from lib.engine import RolloutConfig
 from lib.model import ModelConfig, OptimConfig
 from lib.rewards import RewardConfig
 from lib.rollouts import EvalConfig
-from lib.turns.config import TurnsConfig
+from lib.turns import TurnsConfig
 from train_grpo import GRPOConfig, main
 
 HERE = str(Path(__file__).with_name("tiny_environments.py"))

@@ -18,7 +18,7 @@ from lib.data import DataConfig
 from lib.engine import RolloutConfig
 from lib.model import ModelConfig, OptimConfig
 from lib.rollouts import EvalConfig
-from lib.turns.config import TurnsConfig
+from lib.turns import TurnsConfig
 from train_grpo import GRPOConfig, main
 
 config = GRPOConfig(

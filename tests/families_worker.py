@@ -117,6 +117,23 @@ def look_at_a_stray_window(folder: Path, tp_size: int, world: World) -> str:
     return "nothing"
 
 
+def look_at_a_family_that_is_not_served(folder: Path, tp_size: int, world: World) -> str:
+    """What is said of layers for which the engine has neither code of its own nor transformers' to run."""
+    from transformers import AutoModelForCausalLM, DiffLlamaConfig
+
+    path = folder / f"not_served{world.size}"
+    if world.rank == 0:
+        shape = dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, max_position_embeddings=64)
+        config = DiffLlamaConfig(vocab_size=200, hidden_size=64, intermediate_size=96, **shape)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    world.gather(None)
+    try:
+        start(path, tp_size, world)
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
 def look(kind: str, folder: Path, tp_size: int, world: World) -> dict:
     """What is found of one family."""
     from transformers import AutoModelForCausalLM
@@ -191,6 +208,7 @@ def main(folder: str, out: str, tp_size: str, *kinds: str) -> None:
     world = init_distributed()
     found = {kind: look(kind, Path(folder), int(tp_size), world) for kind in kinds}
     found["stray window"] = look_at_a_stray_window(Path(folder), int(tp_size), world)
+    found["not served"] = look_at_a_family_that_is_not_served(Path(folder), int(tp_size), world)
     if world.rank == 0:
         Path(out).write_text(json.dumps(found, indent=1))
     shutdown_distributed()

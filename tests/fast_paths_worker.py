@@ -1,13 +1,13 @@
 """vLLM's declared names broken one by one, and engines with and without fast paths, as JSON from rank 0.
 
-torchrun --nproc_per_node=2 -m tests.fast_paths_worker needs OUT
+torchrun --nproc_per_node=2 -m tests.fast_paths_worker needs|required OUT
 torchrun --nproc_per_node=1 -m tests.fast_paths_worker engine OUT MODEL
 """
 
 import inspect
 import json
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,9 @@ from lib.engine.fast.decode_loop import _Decoder
 from lib.engine.fast.needs import Calls, Has, Replaces, Unmet, _find
 from lib.engine.fast.paths import PATHS, FastPaths
 from lib.engine.in_process import set_engine_environment, vllm_version
+from lib.engine.required import NEEDS, ON_CPU, check_names
 from lib.engine.rollout_config import RolloutConfig
+from lib.errors import UserError
 
 RENAMED = "renamed_since"
 GONE = object()
@@ -44,6 +46,11 @@ def cases():
         for place, need in enumerate(path.needs)
         for way in ways(need)
     }
+
+
+def required_cases():
+    """{case: (need, way)}, of all that the engine cannot do without on a CPU."""
+    return {f"{need.where.replace(':', ' ')} | {way}": (need, way) for need in NEEDS + ON_CPU for way in ways(need)}
 
 
 def place_of(where):
@@ -188,6 +195,23 @@ def of_the_needs(world):
     return found
 
 
+def of_the_required(world):
+    """What all ranks are told of each broken need, on rank 1 alone; None: nothing."""
+
+    def said():
+        try:
+            world.agree(lambda: check_names(on_gpu=False))
+        except UserError as error:
+            return str(error)
+        return None
+
+    found = {"whole": said()}
+    for case, (need, way) in required_cases().items():
+        with broken(need, way) if world.rank == 1 else nullcontext():
+            found[case] = said()
+    return found
+
+
 class Lossy(_Decoder):
     """Tells of other tokens than were sampled."""
 
@@ -254,7 +278,8 @@ def of_the_engine(world, path):
 def main(part, out, *words):
     world = init_distributed()
     set_engine_environment(on_gpu=False)
-    found = of_the_needs(world) if part == "needs" else of_the_engine(world, *words)
+    parts = {"needs": of_the_needs, "required": of_the_required, "engine": of_the_engine}
+    found = parts[part](world, *words)
     if world.rank == 0:
         Path(out).write_text(json.dumps(found, indent=1))
     shutdown_distributed()

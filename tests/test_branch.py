@@ -79,6 +79,12 @@ def test_other_responses_leave_the_old_ones_behind_and_go_on_with_the_next_promp
     assert "2 responses that the run had left over are dropped: other options sampled them" in said
 
 
+def test_other_answers_between_turns_leave_the_old_responses_behind(branch):
+    _, said = branch("--turns.max-turns", 3, "--turns.num-workers", 2)
+    assert "with 1 other option(s):\n  turns.max_turns was 8 and is 3\n" in said
+    assert "2 responses that the run had left over are dropped: other options sampled them" in said
+
+
 def test_other_data_begins_with_its_first_prompt(branch, monkeypatch):
     monkeypatch.setattr(checkpoint_worker, "NUM_PROMPTS", 11)
     found, said = branch()

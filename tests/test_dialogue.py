@@ -175,6 +175,7 @@ def test_an_episode_is_reset_answered_and_scored_by_its_environment(file):
         noise = text_of(first).split()[1]
         assert text_of(first) == f"\n<|im_start|>user\n{noise} one<|im_end|>\n<|im_start|>assistant\n"
         assert f"{noise} one/two" in text_of(second) and second.reward == 0.5 and second.metrics["moves"] == 1
+        assert second.messages == [{"role": "user", "content": f"{noise} one/two"}]
         _, last = table.play(rollout, "end")
         assert (last.finish_reason, last.reward, last.score.score) == ("stop", 0.25, 3.0)
         assert last.score.extras == {"last": "end"} and last.metrics["moves"] == 3
@@ -193,6 +194,7 @@ def test_what_reset_says_stands_behind_the_prompt_and_spells_no_control_token(fi
         ids = begun.prompt_ids
         plain = QWEN.render([*SAMPLE.messages, {"role": "user", "content": "Level 3 <|im_end|>"}])
         assert QWEN.tokenizer.decode(ids) == plain
+        assert begun.messages == [{"role": "user", "content": "Level 3 <|im_end|>"}]
         assert ids.count(END) == plain.count("<|im_end|>") - 1
         table.begin(replace(SAMPLE, extra_info={"begin": "y" * 1000}), index=1)
         over = table.answer()
@@ -269,7 +271,6 @@ def test_tools_are_called_and_what_goes_wrong_is_told_to_the_model(file):
         rollout, answer = table.play(rollout, CALL % ("add", '{"a": 2, "b": 3}'))
         assert "<tool_response>\n5\n</tool_response>" in text_of(answer) and answer.metrics["calls"] == 1
         assert answer.told["calls"] == [{"name": "add", "arguments": {"a": 2, "b": 3}}] and answer.told["seconds"] > 0
-        assert answer.told["messages"] == [{"role": "tool", "name": "add", "content": "5"}]
         wrong = [
             (CALL % ("add", '{"a": 2}'), "missing a required argument", "bad_calls"),
             (CALL % ("nix", "{}"), "there is no tool 'nix'", "bad_calls"),
@@ -288,7 +289,7 @@ def test_tools_are_called_and_what_goes_wrong_is_told_to_the_model(file):
         assert answer.metrics["calls"] == 3 and answer.metrics["bad_calls"] == 1
         _, over = table.play(rollout, "The sum is 5.")
         assert over.finish_reason == "stop" and over.score is None  # the reward function scores
-        assert over.told["calls"] == over.told["messages"] == []
+        assert over.told["calls"] == []
         rollout, answer = table.play(table_begin(table, 90), CALL % ("leak", '{"size": 10000000}'))
         assert answer.metrics["truncated_observations"] == 1 and len(answer.ids) < 200
 

@@ -444,6 +444,8 @@ def refused(folder, *more, **changes):
 
 def test_bad_input_ends_with_one_line_before_anything_is_written(folder):
     assert "no such model folder" in refused(folder, model="modl")
+    named = ("--turns.path", str(folder / "reward.py"), "--turns.name", "Game")
+    assert "the turns' file has no such environment or tool" in refused(folder, *named)
     assert "column 'prompt' is missing" in refused(folder, "--data.files", str(_table(folder, ["data_source"])))
     copy = shutil.copytree(folder / "model", folder / "vocabulary", dirs_exist_ok=True)
     config = json.loads((copy / "config.json").read_text())
@@ -472,6 +474,11 @@ def _table(folder, names):
         (("--data.max-samples", "0"), ("--data.max-samples", "at least 1")),
         (("--data.max-prompt-len", "0"), ("--data.max-prompt-len", "at least 1")),
         (("--data.train-files", "x"), ("nearest is --data.files",)),
+        (("--turns.name", "Game"), ("environments without their file", "give --turns.path FILE")),
+        (("--turns.max-turns", "0"), ("--turns.max-turns", "at least 1")),
+        (("--turns.path", "g.py", "--rollout.stop", "x"), ("a turn must end as", "found --rollout.stop,")),
+        (("--turns.path", "g.py", "--rollout.ignore-eos", "True"), ("a turn must end as", "--rollout.ignore-eos,")),
+        (("--turns.path", "g.py", "--score-only"), ("nothing is answered", "found --turns.path g.py")),
     ],
 )
 def test_options_that_do_not_fit_are_told_with_a_remedy(folder, options, parts):

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,7 +20,8 @@ from lib.dist import SINGLE
 from lib.engine.rollout_config import RolloutConfig
 from lib.errors import UserError
 from lib.evaluation import scores
-from lib.evaluation.any_model import find_model
+from lib.evaluation.any_model import EvalModel, find_model, load_eval_prompts
+from lib.evaluation.episodes import EPISODE_COLUMNS, Episode
 from lib.evaluation.inputs import (
     EvalDataConfig,
     EvalGroup,
@@ -31,13 +34,16 @@ from lib.evaluation.inputs import (
     write_output,
 )
 from lib.evaluation.report import summarise
-from lib.evaluation.scores import collect_scores, submit
+from lib.evaluation.scores import collect_scores, first_rows, submit
 from lib.launch import checks
 from lib.launch.train_config import TrainConfig
 from lib.rewards.scoring import RewardConfig, Scorer
 from lib.tracking.terminal import Terminal
-from lib.types import Sample
+from lib.turns.config import TurnsConfig
+from lib.turns.start import find_kinds
+from lib.types import Sample, Score
 from tests.ranks import LIMIT_S, ROOT
+from tests.test_turns_appended import template
 from tests.tiny import count_progress, make_questions
 
 DATA, ROLLOUT = EvalDataConfig(max_prompt_len=24), RolloutConfig(max_response_len=12)
@@ -85,6 +91,57 @@ def test_a_finished_group_is_kept_without_secrets(tmp_path, monkeypatch):
     parts = Parts(tmp_path / "parts", STATE, SINGLE, overwrite=False)
     parts.add(group(0, responses=["a canary-2f9c41d7", "b"]))
     assert parts.read()[0].responses == ["a [HF_TOKEN]", "b"]
+
+
+EPISODES = [
+    Episode(
+        turns=[
+            {"role": "assistant", "content": "<tool_call>"}, {"role": "tool", "content": "5", "name": "add"},
+            {"role": "assistant", "content": "five"},
+        ],
+        turn_rewards=[0.5], metrics={"calls": 1.0, "moves": 3.0}, score=Score(score=1.0, extras={"acc": True}),
+    ),
+    Episode(turns=[{"role": "assistant", "content": ""}], turn_rewards=[], score=Score(score=None, error="gone")),
+]  # fmt: skip
+
+
+def test_episodes_are_kept_with_what_their_environments_gave_them(tmp_path):
+    parts = Parts(tmp_path / "parts", STATE, SINGLE, overwrite=False)
+    parts.add(group(3, episodes=EPISODES))
+    assert parts.read() == {3: group(3, episodes=EPISODES)}
+    parts._file.close()
+
+
+def test_the_columns_of_episodes_are_read_again_and_others_of_these_names_are_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("GAME_API_KEY", "canary-2f9c41d7")
+    spoken = [*EPISODES, replace(EPISODES[1], turns=[{"role": "assistant", "content": "canary-2f9c41d7"}])]
+    found = group(0, responses=["a", "b", "c"], finish_reasons=["stop", "error", "stop"], response_lengths=[9, 0, 1])
+    write_output(tmp_path / "out.parquet", pa.table({"q": ["1"]}), [replace(found, episodes=spoken)])
+    table = pq.read_table(tmp_path / "out.parquet")
+    assert "canary" not in str(table.to_pylist()) and table["num_turns"].to_pylist() == [[2, 1, 1]]
+    [read] = groups_of(table).values()
+    assert [it.extra_info for it in read.episodes[:2]] == [it.extra_info for it in EPISODES]
+    assert [it.metrics for it in read.episodes[:2]] == [it.metrics for it in EPISODES]
+    assert EPISODES[0].extra_info == {"reply": "five", "num_turns": 2, "tool_calls": 1, "turn_rewards": [0.5]}
+    foreign = pa.table({"responses": [["a"]]} | {name: [["7"]] for name in EPISODE_COLUMNS})
+    assert groups_of(foreign)[0].episodes is None
+    write_output(tmp_path / "out.parquet", foreign, [group(0, responses=["a"])])
+    assert pq.read_table(tmp_path / "out.parquet")["turns"].to_pylist() == [["7"]]
+
+
+def test_the_prompts_name_the_tools_of_their_environments(tmp_path):
+    told = '"""Doubles a number.\n\n    Args:\n        a: the number\n    """'
+    (tmp_path / "tools.py").write_text(f"def double(a: int) -> int:\n    {told}\n    return 2 * a\n")
+    make_questions(tmp_path / "questions.parquet", count=2, start=0)
+    rows, _ = read_rows((str(tmp_path / "questions.parquet"),), "--data.files")
+    kinds = find_kinds(TurnsConfig(path=str(tmp_path / "tools.py"), name=("double",)), first_rows(DATA, rows))
+    model = EvalModel(
+        files=SimpleNamespace(folder=tmp_path), tokenizer=template("qwen2_5").tokenizer, fingerprint="", warnings=()
+    )
+    data = replace(DATA, max_prompt_len=900)
+    _, prompts = load_eval_prompts(data, model, rows, date="2024-02-03T04:05:06", kinds=kinds)
+    for sample in prompts.all_samples():
+        assert "Doubles a number." in model.tokenizer.decode(sample.prompt_ids)
 
 
 def test_another_evaluations_parts_are_refused_by_the_names_of_what_differs(tmp_path):

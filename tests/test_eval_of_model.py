@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,8 @@ from lib.evaluation.of_model import complete
 from lib.launch.train_config import TrainConfig
 from lib.rewards.scoring import RewardConfig
 from lib.turns.config import TurnsConfig
+from lib.turns.kinds import Kinds
+from lib.turns.start import Turns
 from tests.tiny import make_model
 
 REWARD = "def judge(data_source, solution_str, ground_truth, extra_info, scale): return scale\n"
@@ -37,8 +40,11 @@ def save_run(folder, **sections):
     if reward.path:
         digest = hashlib.sha256((folder / reward.path).read_bytes()).hexdigest()[:16]
         note = f"reward: judge in {reward.path} (sha256 {digest})"
-    config = to_json(TrainConfig(**{"data": DATA, "rollout": ROLLOUT, **sections}))
-    (checkpoint / "trainer.json").write_text(json.dumps({"config": config, "reward": note}))
+    trainer = {"config": to_json(TrainConfig(**{"data": DATA, "rollout": ROLLOUT, **sections})), "reward": note}
+    if "turns" in sections:
+        kinds = Kinds({}, file_hash=hashlib.sha256((folder / sections["turns"].path).read_bytes()).hexdigest()[:16])
+        trainer["turns"] = Turns(cfg=sections["turns"], kinds=kinds, format=None, notes=()).in_words
+    (checkpoint / "trainer.json").write_text(json.dumps(trainer))
     return str(checkpoint)
 
 
@@ -179,9 +185,54 @@ def test_what_is_no_local_folder_is_left_to_the_checks_that_follow(tmp_path):
         assert line is None and cfg.data.max_prompt_len == 512
 
 
-def test_a_run_of_conversations_is_not_evaluated_in_single_turns(tmp_path, mine):
-    turns = TurnsConfig(path="game.py", name=("Game",))
+# ---- Of a run with turns ----
+
+
+@pytest.fixture
+def turns(tmp_path, mine):
+    """Of a run that was started in the working directory."""
+    (tmp_path / "game.py").write_text("class Game: ...\n")
+    return TurnsConfig(path="game.py", name=("Game",), kwargs={"levels": 3}, max_turns=3, max_turn_len=9, join="round")
+
+
+def test_what_answers_between_turns_is_taken_from_the_run_unless_it_is_given(tmp_path, turns):
     checkpoint = save_run(tmp_path, turns=turns, rollout=RolloutConfig())
-    with pytest.raises(UserError, match=r"answered between its turns.*found --turns\.path game\.py"):
+    cfg, line = completed(checkpoint)
+    assert cfg.turns == turns
+    told = "--turns.path game.py --turns.name Game --turns.kwargs '{\"levels\": 3}' --turns.max-turns 3"
+    assert line.startswith(f"taken from the run of {checkpoint}: ") and told in line
+    pasted, _ = completed("", *shlex.split(line.partition(": ")[2]))
+    assert pasted.turns == turns
+    assert completed(checkpoint, "--turns.max_turns=5", "--turns.join", "step")[0].turns == replace(
+        turns, max_turns=5, join="step"
+    )
+    for path in ("None", "other.py"):  # the options of another file are no use
+        cfg, line = completed(checkpoint, "--turns.path", path)
+        assert cfg.turns == TurnsConfig(path=None if path == "None" else path) and "--turns" not in line
+    cfg, line = completed(checkpoint, "--score-only", samples=False)
+    assert cfg.turns == TurnsConfig() and "--turns" not in line
+    with pytest.raises(UserError, match="a turn must end as the model's chat template ends it"):
+        completed(checkpoint, "--rollout.stop", "###")
+
+
+def test_a_file_of_environments_that_changed_is_told_and_one_that_is_gone_is_refused(tmp_path, turns, mine):
+    checkpoint = save_run(tmp_path, turns=turns, rollout=RolloutConfig(), reward=mine)
+    assert "changed since" not in completed(checkpoint)[1]
+    (tmp_path / "game.py").write_text("class Game: pass\n")
+    assert f"the run of {checkpoint}, whose turns file has changed since: " in completed(checkpoint)[1]
+    assert "changed since" not in completed(checkpoint, "--turns.path", "game.py", "--turns.name", "Game")[1]
+    (tmp_path / "reward.py").write_text("")
+    assert ", whose turns file has changed since, whose reward file has changed since: " in completed(checkpoint)[1]
+    (tmp_path / "game.py").unlink()
+    with pytest.raises(UserError, match=r"the file of the run's turns is not there; .*found no game.py.*None: single"):
         completed(checkpoint)
-    completed(checkpoint, samples=False)  # its responses may be scored again
+    completed(checkpoint, "--turns.path", "None")
+
+
+def test_a_secret_of_the_environments_is_asked_for(tmp_path, turns):
+    secret = replace(turns, kwargs={"index": {"api_key": "canary-2f9c41d7"}})
+    checkpoint = save_run(tmp_path, turns=secret, rollout=RolloutConfig())
+    with pytest.raises(UserError, match=r"the run's --turns.kwargs were given a secret, .*; give --turns.kwargs"):
+        completed(checkpoint)
+    cfg, _ = completed(checkpoint, "--turns.kwargs", '{"levels": 4}')
+    assert cfg.turns == replace(turns, kwargs={"levels": 4})

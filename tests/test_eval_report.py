@@ -1,7 +1,10 @@
 """What an evaluation says in the end: its summary, the terminal's table, the page."""
 
+from dataclasses import replace
+
 import pytest
 
+from lib.evaluation.episodes import Episode
 from lib.evaluation.inputs import EvalGroup
 from lib.evaluation.report import render_page, summarise, summary_table
 from lib.pages.page import SCRIPT
@@ -50,6 +53,24 @@ def test_acc_format_and_answers_are_read_and_other_scores_have_no_pass_at_k():
     assert plain["variable"] == "score" and "pass@1" not in plain and plain["mean@2"]["value"] == pytest.approx(0.2)
     unscored = summarise([scored(0, None)], ["a"])["overall"]
     assert unscored["num_unscored"] == 1 and "mean@1" not in unscored
+
+
+def test_a_conversation_is_shown_and_counted_turn_by_turn():
+    evil = "<script>alert(1)</script>"
+    told = [{"role": "user", "content": evil}, {"role": "tool", "content": evil, "name": evil}]
+    turns = [{"role": "assistant", "content": "first"}, *told, {"role": "assistant", "content": "second"}]
+    played = Episode(turns=turns, turn_rewards=[0.5], metrics={"calls": 3.0, "moves": 4.0})
+    failed = Episode(turns=turns[:1], turn_rewards=[], metrics={"calls": 1.0})
+    ends = dict(finish_reasons=["turns", "error"], response_lengths=[9, 3], episodes=[played, failed])
+    groups = [replace(scored(0, 1.0, None), **ends)]
+    overall = summarise(groups, ["a"])["overall"]
+    assert (overall["turns/excluded"], overall["num_unscored"], overall["truncation_rate"]) == (1, 1, 0.5)
+    assert (overall["turns/per_episode"], overall["turns/calls_per_episode"], overall["turns/moves"]) == (1.5, 2, 2)
+    assert "turns/excluded" in summary_table(summarise(groups, ["a"]), width=80)
+    sample = Sample(uid=0, prompt_ids=[], data_source="a", ground_truth="4", extra_info={})
+    page = render_page("t", {}, summarise(groups, ["a"]), groups, [sample], lambda _: [])
+    assert "[assistant]\nfirst\n[user]\n&lt;script&gt;" in page and page.count("<script") == 1
+    assert "\n[tool &lt;script&gt;" in page and page.index("second") > page.index("[tool ")
 
 
 def test_the_page_escapes_every_text_and_needs_no_other_file():

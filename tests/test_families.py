@@ -8,11 +8,13 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from lib.engine.in_process import told_refusals
+from lib.engine.rollout_config import RolloutConfig
 from lib.errors import UserError
 from lib.families.heads import check_head, logits_divisor
 from lib.families.meta_model import build_causal_lm
 from lib.families.supported import PROVED
-from lib.storage.model_folder import check_critic_files, check_model_files, check_reference
+from lib.storage.model_folder import check_critic_files, check_model_files, check_parameters, check_reference
 from merge import MergeConfig, merge
 from tests.merge_checkpoints import seal
 from tests.prefork import prefork
@@ -68,6 +70,12 @@ def test_a_window_that_only_the_engine_obeys_is_found_without_a_sequence_beyond_
     )
 
 
+def test_a_family_that_the_engine_does_not_serve_is_told_by_its_name(found):
+    line = found[2]["not served"]
+    assert line.startswith("the engine does not start with this model; DiffLlamaForCausalLM in ")
+    assert "found ValueError: Layer 0 does not dispatch" in line and "use one of Gemma3, Glm4" in line
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_loaded_saved_and_merged_is_the_file_bit_for_bit(found, kind, tmp_path):
     folder, num_ranks, _ = found
@@ -119,6 +127,41 @@ def test_a_family_that_is_not_listed_starts_with_a_warning(tmp_path):
     make_tokenizer(tmp_path)
     files = check_model_files(str(tmp_path), max_prompt_len=8, max_response_len=8)
     assert files.warnings[0].startswith("OlmoForCausalLM is none of the families that are tested here (Gemma3, Glm4")
+
+
+def test_attention_sinks_are_refused_by_the_name_of_their_weights(tmp_path):
+    config = transformers.GraniteSWAConfig(
+        vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=1, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    make_tokenizer(tmp_path)
+    files = check_model_files(str(tmp_path), max_prompt_len=8, max_response_len=8)
+    with pytest.raises(UserError, match=r"attention sinks.*found model\.layers\.0\.self_attn\.sinks; use a dense"):
+        check_parameters(files)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "error", "said"),
+    [
+        (
+            "Qwen3ForCausalLM",
+            ValueError("no memory"),
+            "with these settings; rank 1; found ValueError: no memory; change ",
+        ),
+        ("Qwen3ForCausalLM", RuntimeError("a bug"), None),
+        (
+            "OlmoForCausalLM",
+            RuntimeError("no kernel"),
+            "with this model; OlmoForCausalLM in .* RuntimeError: no kernel; ",
+        ),
+    ],
+)
+def test_what_an_engine_says_while_it_is_built_is_told_unless_it_is_a_bug(tmp_path, architecture, error, said):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    with pytest.raises(UserError if said else type(error), match=said and f"the engine does not start {said}"):  # noqa: SIM117
+        with told_refusals(RolloutConfig(), str(tmp_path), on_gpu=False, rank=1):
+            raise error
 
 
 LONG = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}

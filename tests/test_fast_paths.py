@@ -9,7 +9,7 @@ import torch
 from lib.engine.fast.needs import replaced
 from lib.engine.fast.one_pass_sampling import difference
 from lib.engine.fast.paths import PATHS
-from tests.fast_paths_worker import cases
+from tests.fast_paths_worker import cases, required_cases
 from tests.prefork import prefork
 from tests.tiny import make_model
 
@@ -26,6 +26,12 @@ def worker(num_ranks, out, *words):
 def needs(tmp_path_factory):
     """{case: what rank 1's broken need says, the paths left on rank 0, its warnings}."""
     return worker(2, tmp_path_factory.mktemp("needs") / "out.json", "needs")
+
+
+@pytest.fixture(scope="module")
+def required(tmp_path_factory):
+    """{case: what rank 0 is told where rank 1's vLLM lacks what the engine cannot do without}."""
+    return worker(2, tmp_path_factory.mktemp("required") / "out.json", "required")
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +61,14 @@ def test_a_path_steps_aside_with_its_line_on_all_ranks_where_one_finds_a_declare
     [line] = warnings
     assert line.startswith(f"the fast path {path} steps aside (") and "; found " in line and ", expected " in line
     assert "--rollout.fast-paths off" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("case", required_cases())
+def test_a_name_without_which_nothing_runs_is_told_on_all_ranks_before_a_model_is_loaded(required, case):
+    assert required["whole"] is None
+    line = required[case]
+    assert line.startswith("this vLLM lacks what the engine cannot do without; vLLM 0."), line
+    assert "; found " in line and ", expected " in line and "; install one of the versions that work: " in line
 
 
 @pytest.mark.parametrize("path", NAMES)

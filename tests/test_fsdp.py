@@ -1,5 +1,7 @@
 """Where memory decides: the estimate of an update's peak against peaks measured on an H200 (EXPERIMENTS.md)."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -7,14 +9,20 @@ from lib.dist import SINGLE, World
 from lib.engine.engine import RolloutEngine
 from lib.engine.rollout_config import RolloutConfig
 from lib.errors import UserError
+from lib.families.meta_model import parameters_on_meta
+from lib.model.activations import Kept, count_kept
+from lib.model.attention import PACKED, register_packed_attention
 from lib.model.fsdp import update_bytes
-from lib.model.networks import CausalPolicy, Critic
+from lib.model.lora import LoRAConfig
+from lib.model.networks import CausalPolicy, Critic, build_policy
+from tests.tiny import KINDS, make_model
 
 SHAPES = {"0.6b": (1024, 3072, 28, 16), "1.7b": (2048, 6144, 28, 16), "4b": (2560, 9728, 36, 32)}
 
 
+@cache
 def policy(shape: str) -> CausalPolicy:
-    """A Qwen3 on the meta device."""
+    """A Qwen3 without memory. Not to be changed."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     hidden, intermediate, layers, heads = SHAPES[shape]
@@ -22,8 +30,13 @@ def policy(shape: str) -> CausalPolicy:
         vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
     )  # fmt: skip
-    with torch.device("meta"):
-        return CausalPolicy(Qwen3ForCausalLM(config))
+    register_packed_attention()
+    with parameters_on_meta():
+        return CausalPolicy(Qwen3ForCausalLM._from_config(config, attn_implementation=PACKED))
+
+
+def kept(model: CausalPolicy, *, dtype: torch.dtype = torch.bfloat16, compiled: bool = True) -> Kept:
+    return count_kept(model.model, model.layers, dtype=dtype, compiled=compiled)
 
 
 @pytest.mark.parametrize(
@@ -32,13 +45,14 @@ def policy(shape: str) -> CausalPolicy:
 )
 def test_the_estimate_is_a_little_above_what_was_measured(shape, tokens, gib):
     estimate = update_bytes(
-        policy(shape), SINGLE, dtype=torch.bfloat16, max_tokens_per_gpu=tokens, keeps_gathered=True
+        policy(shape), SINGLE, dtype=torch.bfloat16, kept=kept(policy(shape)), max_tokens_per_gpu=tokens,
+        keeps_gathered=True,
     )  # fmt: skip
     assert gib < estimate / 2**30 < 1.17 * gib
 
 
 def test_ranks_share_the_shards_and_resharding_leaves_two_layers_gathered():
-    found, tokens = policy("1.7b"), dict(dtype=torch.bfloat16, max_tokens_per_gpu=0)
+    found, tokens = policy("1.7b"), dict(dtype=torch.bfloat16, kept=Kept(per_token=0), max_tokens_per_gpu=0)
     parameters = sum(p.numel() for p in found.parameters())
     layers = sum(p.numel() for layer in found.layers for p in layer.parameters())
     four = World(rank=0, size=4, device=torch.device("cpu"))
@@ -51,10 +65,54 @@ def test_a_critic_has_no_logits_to_keep():
     actor = policy("0.6b")
     with torch.device("meta"):
         critic = Critic(actor.model)
-    known = dict(dtype=torch.bfloat16, keeps_gathered=False)
+    known = dict(dtype=torch.bfloat16, kept=Kept(per_token=1000), keeps_gathered=False)
     sizes = [update_bytes(it, SINGLE, max_tokens_per_gpu=n, **known) for it in (actor, critic) for n in (0, 8)]
     of_head = 2 * 8 * 151936
     assert (sizes[1] - sizes[0]) - (sizes[3] - sizes[2]) == of_head
+
+
+def test_what_compiled_layers_keep_is_what_products_attention_and_norms_need_once_each(tmp_path):
+    """Two layers of width 64 with 4 heads and 2 key-value heads of 32 numbers, and 96 hidden units."""
+    for kind, of_head_norms in (("llama", 0), ("qwen3", 2 * (128 + 64) + 4 * (4 + 2))):  # their inputs, 1 / root
+        found = build_policy(str(make_model(tmp_path / kind, kind=kind)), param_dtype=torch.float32)
+        products = 2 * (64 + 64 + 128 + 3 * 96)  # what goes into q, gate, o and down; gate and up
+        attention = 2 * (128 + 2 * 64) + 4 * 4  # q, k, v, whose result goes into o; the log of a sum per head
+        norms = 2 * (64 + 64) + 4 * 2  # the residuals before them, as far as they are not recomputed
+        last_norm = 4 * 64 + 4 + 2 * 64  # not compiled: in float32, 1 / root, and before the weight
+        tables_and_ids = 2 * 2 * 32 + 8
+        expected = 2 * (products + attention + norms + of_head_norms) + last_norm + tables_and_ids
+        assert kept(found).per_token == expected, kind
+        assert kept(found).at_all < 200  # borders
+
+
+def test_what_layers_keep_that_are_not_compiled_is_what_each_operation_keeps(tmp_path):
+    found = build_policy(str(make_model(tmp_path, kind="llama")), param_dtype=torch.float32)
+    norm = 4 * 3 * 64 + 4  # the residual, divided by its root, and times the weight; 1 / root
+    attention = 4 * (2 * 128 + 2 * 64) + 4 * 4
+    hidden_units = 4 * 4 * 96  # gate, its SiLU, up, their product
+    expected = 2 * (2 * norm + attention + hidden_units) + (norm - 4 * 64) + 4 * 2 * 32 + 8  # tables, token ids
+    assert kept(found, dtype=torch.float32, compiled=False).per_token == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_family_is_counted_and_left_as_it_was(tmp_path, kind):
+    """Phi-3's rotary tables look at the positions, Gemma 3's embeddings are scaled."""
+    found = build_policy(str(make_model(tmp_path, kind=kind)), param_dtype=torch.float32)
+    forwards = [layer.forward for layer in found.layers]
+    compiled, eager = kept(found), kept(found, compiled=False)
+    assert 2000 < compiled.per_token < eager.per_token
+    assert [layer.forward for layer in found.layers] == forwards
+    assert all(p.is_meta and p.dtype is torch.float32 and p.requires_grad for p in found.parameters())
+
+
+def test_frozen_weights_keep_less_and_what_adapters_add_to_them_does_not_grow_with_tokens(tmp_path):
+    path = str(make_model(tmp_path))
+    whole, small, large = (
+        kept(build_policy(path, param_dtype=torch.bfloat16, lora=LoRAConfig(rank=rank))) for rank in (0, 8, 16)
+    )
+    # Before the first adapter nothing is kept: the first norm's input and its root.
+    assert small.per_token == large.per_token < whole.per_token
+    assert small.at_all > 2 * 2 * 3 * 64 * 96 > 100 * whole.at_all  # two layers' gate, up and down, once more
 
 
 @pytest.mark.parametrize(

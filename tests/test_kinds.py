@@ -10,6 +10,7 @@ from lib.data.reading import read_rows
 from lib.errors import UserError
 from lib.turns.hub import About
 from lib.turns.kinds import Kinds, check_rows
+from lib.turns.row_tools import create_kwargs
 from lib.types import Sample
 from tests.test_turns_appended import template
 
@@ -263,6 +264,28 @@ def test_verls_search_r1_rows_are_read_as_they_are(tmp_path, kind):
     assert kinds_of(kinds, rows) == [("tools", ["search"])] * 3
     given = kinds.row(rows.sample(1, uid=1))["extra_info"]["tools_kwargs"]["search"]["create_kwargs"]
     assert given["ground_truth"] == {"target": ["the 1th", "1"]} and given["data_source"] == "searchR1_nq"
+
+
+@pytest.mark.parametrize("depth", ["tools_kwargs", "search", "create_kwargs"])
+def test_what_a_row_gives_may_be_json_as_text(tmp_path, depth):
+    """At any depth, as some preparations store it to keep Arrow from unifying it."""
+    given = {"search": {"create_kwargs": {"top": 3, "filter": None}}}
+    created = given["search"]["create_kwargs"]
+    as_text = {
+        "tools_kwargs": json.dumps(given),
+        "search": {"search": json.dumps(given["search"])},
+        "create_kwargs": {"search": {"create_kwargs": json.dumps(created)}},
+    }[depth]
+    kinds = Kinds({"tools": about(CALC, SEARCH, calc=["expression"], search=["query_list", "top"])})
+    rows = read(tmp_path, "parquet", [about_tools(0, tools_kwargs=as_text), about_tools(1)])
+    assert kinds_of(kinds, rows) == [("tools", ["calc", "search"])] * 2
+    [oddity] = check_rows(kinds, rows, 2)
+    assert "give the tool search arguments that it does not take" in oddity and "found filter" in oddity
+    info = kinds.row(rows.sample(0, uid=0))["extra_info"]
+    assert create_kwargs(info) == {"search": created}  # a null that somebody wrote stays one
+    bad = read(tmp_path, "parquet", [about_tools(0, tools_kwargs="search")])
+    with pytest.raises(UserError, match=r"found extra_info\.tools_kwargs 'search', expected an object"):
+        check_rows(kinds, bad, 1)
 
 
 def test_files_of_both_have_the_rows_of_each(tmp_path):

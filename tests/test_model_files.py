@@ -161,6 +161,7 @@ def test_a_hub_id_that_cannot_be_had_is_a_user_error(tmp_path: Path, monkeypatch
         ({"num_local_experts": 8}, ("experts", "num_local_experts", "dense decoder")),
         ({"layer_types": ["linear_attention", "full_attention"]}, ("no attention", "linear_attention")),
         ({"mamba_d_state": 16}, ("no attention", "mamba_d_state")),
+        ({"kv_lora_rank": 512}, ("latent attention (MLA)", "kv_lora_rank", "dense decoder")),
         ({"final_logit_softcapping": 30.0}, ("soft-caps", "final_logit_softcapping")),
         ({"vision_config": {"depth": 2}}, ("other inputs", "vision_config")),
         ({"is_encoder_decoder": True}, ("encoder",)),

@@ -22,6 +22,10 @@ from lib.model.optim import OptimConfig
 from lib.storage.checkpoint_folder import MANIFEST, hash_files, publish
 from lib.storage.model_folder import check_model_files
 from lib.tracking.run_folder import launch_id, lock_folder, read_metrics, read_status
+from lib.turns.config import TurnsConfig
+from lib.turns.hub import About
+from lib.turns.kinds import Kinds
+from lib.turns.start import Turns
 from tests.checkpoint_worker import REWARD, config, train
 from tests.tiny import make_model, make_questions, make_tokenizer
 from train_ppo import PPOConfig
@@ -299,6 +303,20 @@ def test_another_reward_file_is_told(model, run):
     assert "reward function" not in resume.in_words(cfg, 6, reward=REWARD)
     words = resume.in_words(cfg, 6, reward=REWARD.replace("sha256 ab", "sha256 cd"))
     assert "warning: the reward function's file is another: sha256 ab there, cd here" in words
+
+
+def test_another_file_of_environments_is_told(model, run):
+    def turns(file_hash):
+        game = About(instant=True, replayable=True, scores=True, tools=[])
+        kinds = Kinds({"Game": game}, file_hash=file_hash)
+        return Turns(cfg=TurnsConfig(path="game.py", name=("Game",)), kinds=kinds, format=None, notes=())
+
+    cfg = options(model, run)
+    resume = find_resume(cfg, SINGLE)
+    resume = replace(resume, trainer={**resume.trainer, "turns": turns("ab").in_words})
+    assert "environments' file" not in resume.in_words(cfg, 6, reward=REWARD, turns=turns("ab"))
+    words = resume.in_words(cfg, 6, reward=REWARD, turns=turns("cd"))
+    assert "warning: the environments' file is another: sha256 ab there, cd here" in words
 
 
 def test_the_same_launch_starts_again_where_it_has_no_checkpoint_yet(model, launched):

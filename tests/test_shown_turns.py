@@ -36,13 +36,16 @@ HIGHER = {"role": "user", "content": "higher"}
 
 
 def episode(spans, answers, *, turn_rewards=(), score=1.0):
+    """`answers`: of each turn; what they say is appended where the spans have it."""
     length = sum(spans)
+    answers = [dict(it) for it in answers]
+    told = [(turn, message) for turn, it in enumerate(answers, 1) for message in it.pop("messages")]
     sample = Sample(uid=4, prompt_ids=[900], data_source="test", ground_truth="6", extra_info={})
     return Rollout(
         sample=sample, index=0, response_ids=list(range(length)), finish_reason="stop",
         rollout_log_probs=[-0.01 * it for it in range(length)],
         score=Score(score=score), spans=list(spans), answers=list(answers),
-        turn_rewards=list(turn_rewards),
+        turn_rewards=list(turn_rewards), observed=[it for it in told if it[0] <= len(spans) // 2],
     )  # fmt: skip
 
 

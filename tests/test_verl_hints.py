@@ -39,6 +39,8 @@ VALUES = {
     **dict.fromkeys(("custom_cls.name", "function.name", "project_name", "experiment_name"), ("my_name",)),
     **dict.fromkeys(("custom_cls.path", "function.path", "model.path", "default_local_dir", "test"), ("a/b",)),
     **dict.fromkeys(("prompt_key", "stop", "filter_groups.metric", "upload_path", "resume_from_path"), ("word",)),
+    **dict.fromkeys(("max_assistant_turns", "max_user_turns", "max_parallel_calls"), ("3",)),
+    **dict.fromkeys(("tool_config_path", "interaction_config_path", "function_tool_path"), ("tools.yaml",)),
     **dict.fromkeys(("kl_penalty", "kl_loss_type"), ("kl", "low_var_kl", "k3+")),
     **dict.fromkeys(("lr_scheduler_type", "warmup_style"), ("constant", "cosine")),
     **dict.fromkeys(("apply_chat_template_kwargs", "reward_kwargs"), ('{"a": false}',)),
@@ -51,13 +53,16 @@ VALUES = {
     "rollout_rs": ("seq_mean_k1",), "rollout_rs_threshold": ("0.5_2.0",), "loss_type": ("ppo_clip", "reinforce"),
     "bypass_mode": ("False", "True"), "gpu_memory_utilization": ("0.5",), "top_k": ("-1",),
     "tensor_model_parallel_size": ("2",), "lora_rank": ("8",), "lora_alpha": ("32",), "target_modules": ("all-linear",),
-    "exclude_modules": ("null",), "lora_adapter_path": ("adapter",),
+    "exclude_modules": ("null",), "lora_adapter_path": ("adapter",), "max_tool_response_length": ("256",),
+    "multi_turn.format": ("hermes", "qwen3_coder"),
 }  # fmt: skip
 """Values as verl's commands have them, by the end of a key."""
 TOLD = {
     **dict.fromkeys(("[0.9,0.99]", "[score]", "[1.0]"), ("brackets", "separated by a space")),
     "disable": ("never for disable",), "seq_mean_k1": ("as JSON",), "0.5_2.0": ("bounds the inverse",),
-    "0.1": ("another unit",), "console": ("console",), "adapter": ("a folder as peft writes it",),
+    "tools.yaml": ("a file that imports", "as tool_config_path", "--turns.name with"), "256": ("another unit",),
+    "qwen3_coder": ("qwen3-coder",), "0.1": ("another unit",), "console": ("console",),
+    "adapter": ("a folder as peft writes it",),
 }  # fmt: skip
 """How a hint says that a value is written otherwise; else it names the value."""
 

@@ -166,12 +166,13 @@ class Checkpointer:
     def __init__(
         self, cfg: CheckpointConfig, run: Run, world: World, *, config: Mapping[str, Any], reward: str,
         models: Mapping[str, Trained], progress: Progress, num_steps: int, resumed: Path | None,
-        trainer: Mapping[str, Any] | None, began_from: Mapping[str, str] | None = None,
+        trainer: Mapping[str, Any] | None, began_from: Mapping[str, str] | None = None, turns: str | None = None,
     ) -> None:  # fmt: skip
-        """`reward`: the line of `check_reward`. `models` by their folder's name (actor, critic). `resumed`: the
-        checkpoint that the run goes on from, which stays, and its trainer.json. `began_from`: the model files'."""
+        """`reward`: the line of `check_reward`; `turns`: that of the environments, if there are any. `models` by their
+        folder's name (actor, critic). `resumed`: the checkpoint that the run goes on from, which stays, and its
+        trainer.json. `began_from`: the model files'."""
         self.cfg, self.run, self.world, self.models = cfg, run, world, models
-        self.config, self.reward, self.began_from = config, reward, dict(began_from or {})
+        self.config, self.reward, self.turns, self.began_from = config, reward, turns, dict(began_from or {})
         self.progress, self.num_steps, self.resumed = progress, num_steps, resumed
         self._step = self._saved_step = trainer["step"] if trainer else 0
         self.best = dict(trainer["best"]) if trainer else {}
@@ -326,6 +327,7 @@ class Checkpointer:
             "step": self._step, "run_id": self.run.run_id, "world_size": self.world.size, "versions": versions(),
             "date": self.run.date, "num_steps": self.num_steps, "schedule_end": schedule_end(self.num_steps),
             "config": blank(self.config), "reward": blank(self.reward), "best": self.best,
+            **({"turns": blank(self.turns)} if self.turns else {}),
             "began_from": self.began_from, **state, "collectors": blank(collectors),
         }  # fmt: skip
 

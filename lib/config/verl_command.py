@@ -48,12 +48,12 @@ def refuse_verl_command(
     if conversion.refused:
         raise UserError(
             "a verl command that cannot be converted as it stands; command line; found "
-            f"{len(conversion.refused)} of its {len(given)} keys refused, each on a line above with its reason; mend "
-            "them, and paste it again"
+            f"{len(conversion.refused)} of its {len(conversion.given)} keys refused, each on a line above with its "
+            "reason; mend them, and paste it again"
         )
     raise UserError(
-        f"a verl command, so nothing is run; command line; found {len(given)} keys of verl's, expected options; paste "
-        "the command that stands above"
+        f"a verl command, so nothing is run; command line; found {len(conversion.given)} keys of verl's, expected "
+        "options; paste the command that stands above"
     )
 
 
@@ -82,7 +82,8 @@ def convert(
         _check(conversion, ours if is_this_script else _for_the_other(ours, has_critic), parse)
     if conversion.refused:
         return _refusal(conversion), conversion
-    return [*_command(launch, script, ours, list(options)), "", *_remarks(conversion, ours, equal)], conversion
+    command = [*conversion.before, *_command(launch, script, ours, list(options))]
+    return [*command, "", *_remarks(conversion, ours, equal)], conversion
 
 
 def _convert_rows(conversion: Conversion) -> None:
@@ -243,9 +244,10 @@ def _refusal(conversion: Conversion) -> list[str]:
 
 
 def _pasted(conversion: Conversion, key: str) -> str:
-    """A key as the command has it; a secret's value is not shown."""
+    """A key as the command has it; a secret's value is not shown, nor the end of a long one."""
     if key not in conversion.given or key.startswith("~"):
         return key
     value = conversion.given[key]
+    value = value if len(value) <= 200 else value[:200] + "..."
     is_secret = is_secret_name(key) and not value.isdigit()  # log_prob_max_token_len is none
     return f"{key}={'...' if is_secret else value}"

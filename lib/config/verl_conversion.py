@@ -26,6 +26,7 @@ class Conversion:
         self.unsaid: set[str] = set()  # options that hold a default of verl's, which the command did not say
         self.converted: set[str] = set()
         self.below: dict[str, str] = {}  # key of the command -> why it has no place in ours
+        self.before: list[str] = []  # lines of the shell's that stand above our command
         self.notes: list[str] = []  # what a user of verl would not expect of ours
         self.refused: dict[str, str] = {}
         self.done: set[str] = set()  # keys, of the command or not, that need no further look

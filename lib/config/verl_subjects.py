@@ -10,7 +10,9 @@ from typing import Any
 
 from lib.config.verl_conversion import Conversion
 from lib.config.verl_keys import VERL_DEFAULTS, VERL_KEYS
+from lib.config.verl_turns import turns
 from lib.config.verl_words import as_json, entries, unquoted
+from lib.config.verl_yaml import own_yaml
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout."
 CORRECTION = "algorithm.rollout_correction."
@@ -39,18 +41,6 @@ def launcher(conversion: Conversion) -> tuple[str, str]:
 
 def _has_critic(conversion: Conversion) -> bool:
     return conversion.value("algorithm.adv_estimator") == "gae"
-
-
-def _yaml(conversion: Conversion) -> None:
-    """A YAML of one's own holds keys that are not seen here; verl's own one for FSDP holds verl's defaults."""
-    name = conversion.given.get("--config-name", conversion.given.get("-cn", "ppo_trainer"))
-    for key in [key for key in conversion.given if key.startswith("-")]:
-        if unquoted(name).removesuffix(".yaml") == "ppo_trainer":
-            conversion.drop("not needed: there is no YAML, and verl's own holds its defaults", key)
-        else:
-            conversion.refuse(
-                key, "a YAML may hold keys that change what is learned: write them into the command, and leave it out"
-            )
 
 
 def _launch(conversion: Conversion) -> None:
@@ -431,6 +421,6 @@ def _seed(conversion: Conversion) -> None:
 
 
 SUBJECTS: tuple[Callable[[Conversion], None], ...] = (
-    _yaml, _launch, _advantage, _batch, _tokens, _loss, _kl, _correction, _groups, _schedule, _lora, _precision,
-    _sampling, _rewards, _json, _critic, _run, _seed,
+    own_yaml, _launch, _advantage, _batch, _tokens, _loss, _kl, _correction, _groups, _schedule, _lora, _precision,
+    _sampling, turns, _rewards, _json, _critic, _run, _seed,
 )  # fmt: skip

@@ -69,6 +69,16 @@ def text_of(tokenizer: Any, rollout: Rollout) -> str:
     return "\n".join(decode(tokenizer, turn) for turn in rollout.sampled_turns)
 
 
+def conversation_of(tokenizer: Any, rollout: Rollout) -> list[dict[str, Any]]:
+    """What follows the dataset's prompt: the turns as messages of the assistant, without special tokens, and between
+    them the environment's."""
+    told: list[dict[str, Any]] = []
+    for turn, ids in enumerate(rollout.sampled_turns):
+        told += [message for before, message in rollout.observed if before == turn]
+        told.append({"role": "assistant", "content": decode(tokenizer, ids)})
+    return told
+
+
 def decode(tokenizer: Any, ids: list[int]) -> str:
     """The text of token ids, without special tokens."""
     return tokenizer.decode(ids, skip_special_tokens=True)

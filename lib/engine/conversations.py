@@ -33,6 +33,8 @@ class Answer:
     """Of an episode that begins, where they are not its sample's."""
     ids: Sequence[int] = ()
     """To be appended: what was observed, up to where the next turn begins."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """What `ids`, or what is new in `prompt_ids`, were made of."""
     finish_reason: str | None = None
     """Why the episode is over; None: it goes on."""
     reward: float | None = None
@@ -183,7 +185,7 @@ class _Turns:
         if answer.ids and left < min(LEAST_TURN, self.sampling.max_response_len // 4):
             self._end(rollout)
             return
-        self._submit(_observed(rollout, answer.ids) if answer.ids else rollout)
+        self._submit(_observed(rollout, answer) if answer.ids else rollout)
 
     def interrupt(self) -> Iterator[Rollout]:
         """The episodes that are left, as they are."""
@@ -216,12 +218,14 @@ def _sampled(rollout: Rollout, ids: Sequence[int], log_probs: object) -> Rollout
     )
 
 
-def _observed(rollout: Rollout, ids: Sequence[int]) -> Rollout:
+def _observed(rollout: Rollout, answer: Answer) -> Rollout:
+    spans = [*rollout.spans, len(answer.ids)]
     return replace(
         rollout,
-        response_ids=[*rollout.response_ids, *ids],
-        rollout_log_probs=_longer(rollout.rollout_log_probs, [0.0] * len(ids)),
-        spans=[*rollout.spans, len(ids)],
+        response_ids=[*rollout.response_ids, *answer.ids],
+        rollout_log_probs=_longer(rollout.rollout_log_probs, [0.0] * len(answer.ids)),
+        spans=spans,
+        observed=[*rollout.observed, *((len(spans) // 2, dict(message)) for message in answer.messages)],
     )
 
 
@@ -234,7 +238,8 @@ def _answered(rollout: Rollout, answer: Answer) -> Rollout:
     if answer.told is not None:
         rollout = replace(rollout, answers=[*rollout.answers, dict(answer.told)])
     if answer.prompt_ids is not None:
-        rollout = replace(rollout, sample=replace(rollout.sample, prompt_ids=list(answer.prompt_ids)))
+        sample = replace(rollout.sample, prompt_ids=list(answer.prompt_ids))
+        rollout = replace(rollout, sample=sample, observed=[(0, dict(message)) for message in answer.messages])
     return rollout
 
 

@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from lib.dist import TIMEOUT, World
 from lib.engine.fast.decode_loop import TokenIds
 from lib.engine.fast.paths import FastPaths
-from lib.engine.in_process import build_llm, restored_host_state, set_engine_environment, unfinished_requests
+from lib.engine.in_process import (
+    build_llm,
+    restored_host_state,
+    set_engine_environment,
+    told_refusals,
+    unfinished_requests,
+)
+from lib.engine.required import check_names
 from lib.engine.rollout_config import MAX_GROUP, RolloutConfig, Sampling
 from lib.errors import Stopped, UserError
 from lib.types import Rollout, Sample
@@ -78,26 +85,12 @@ class RolloutEngine:
         name = world.gather(uuid.uuid4().hex)[0]
         with restored_host_state():
             gc.disable()  # what is built stays; searching it again and again takes seconds
+            world.agree(lambda: check_names(on_gpu=self.on_gpu))
             self._fast_paths = FastPaths(cfg.fast_paths, world)
-            try:
-                with self._fast_paths.while_building():
-                    self._llm = build_llm(
-                        cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self.sleeps, name
-                    )
-            except AssertionError as error:
-                if "memory profiling" not in str(error):
-                    raise
-                raise UserError(
-                    f"another process gave GPU memory back while the engine measured it; rank {world.rank}; found "
-                    f"{' '.join(str(error).split())[:120]}; start again when no other run begins or ends on this GPU"
-                ) from error
-            except ValueError as error:  # how vLLM says that its settings fit neither the memory nor the model
-                memory = "gpu_memory_utilization" if self.on_gpu else "cpu_kv_cache_gib"
-                raise UserError(
-                    f"the engine does not start with these settings; rank {world.rank}; found "
-                    f"{' '.join(str(error).split())[:300]}; change --rollout.{memory.replace('_', '-')} (now "
-                    f"{getattr(cfg, memory)}), or what it names (its own flags are not ours)"
-                ) from error
+            with self._fast_paths.while_building(), told_refusals(cfg, model_path, on_gpu=self.on_gpu, rank=world.rank):
+                self._llm = build_llm(
+                    cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self.sleeps, name
+                )
             self._fast_paths.check(self._llm.llm_engine)
         self._engine = self._llm.llm_engine
         self.model: nn.Module = self._llm.apply_model(lambda model: model)[0]

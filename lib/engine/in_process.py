@@ -1,7 +1,7 @@
 """vLLM inside this process: how it is built, what it cannot run here without, and what we undo of what it changes.
 
-What only makes it faster is in fast/. Everything here reaches into vLLM's internals and holds for versions 0.25 and
-0.26 (GPU), 0.30 and 0.32 (CPU).
+What only makes it faster is in fast/. Everything here reaches into vLLM's internals and holds for the versions TESTED;
+what it reaches for is declared in required.py.
 """
 
 import gc
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -21,8 +22,11 @@ from torch import nn
 
 from lib.engine.lent_classes import lent_classes
 from lib.errors import UserError
+from lib.families.supported import KNOWN, is_proved
+from lib.storage.weight_headers import read_json
 
 OLDEST = (0, 25)
+TESTED = "0.25 and 0.26 (GPU), 0.30 and 0.32 (CPU)"
 
 
 def vllm_version() -> str:
@@ -110,6 +114,34 @@ def restored_host_state() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
         torch.set_default_dtype(dtype)
         (gc.enable if collecting else gc.disable)()
+
+
+@contextmanager
+def told_refusals(cfg: Any, model_path: str, *, on_gpu: bool, rank: int) -> Iterator[None]:
+    """Errors of vLLM's inside, where an engine is built for a RolloutConfig, as a UserError, unless they are bugs."""
+    memory = "gpu_memory_utilization" if on_gpu else "cpu_kv_cache_gib"
+    remedy = (
+        f"change --rollout.{memory.replace('_', '-')} (now {getattr(cfg, memory)}), or what it names (its own flags "
+        "are not ours)"
+    )
+    try:
+        yield
+    except Exception as error:
+        found = f"rank {rank}; found {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
+        if isinstance(error, AssertionError) and "memory profiling" in str(error):
+            raise UserError(
+                f"another process gave GPU memory back while the engine measured it; {found}; start again when no "
+                "other run begins or ends on this GPU"
+            ) from error
+        config = read_json(Path(model_path) / "config.json")
+        if not is_proved(config):
+            raise UserError(
+                f"the engine does not start with this model; {config['architectures'][0]} in {model_path}; {found}; "
+                f"where that names the model, use one of {KNOWN}; else {remedy}"
+            ) from error
+        if isinstance(error, ValueError):  # how vLLM says that its settings do not fit the memory
+            raise UserError(f"the engine does not start with these settings; {found}; {remedy}") from error
+        raise
 
 
 def build_llm(

@@ -3,6 +3,9 @@
 Loaders of vLLM stack, slice, transpose and pad what they are given, per model and per version. All of that are copies
 from views of the given tensors into views of the engine's; a dispatch mode sees each of them, with both geometries. So
 nothing about a model family is written down here, and what was learned is exact on every tensor-parallel rank.
+
+A copy of a copy (`clone`, a `reshape` of what is transposed) is not followed: it counts as computed, and the loader
+does it again at every sync. No dense decoder that can be trained here has one; strides cover all others.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lib.config.as_json import to_json
 from lib.data.prompts import DataFiles, Prompts, tokenize
 from lib.data.rows import Rows
 from lib.data.tokenizer import load_tokenizer, stop_token_ids
@@ -25,6 +26,13 @@ from lib.storage.model_source import find_actor, verify_actor
 from lib.storage.peft_folder import CONFIG, WEIGHTS, PeftAdapter, read_peft
 from lib.storage.weight_headers import iter_weight_files
 from lib.storage.weights import AdaptedFolder, hash_tensors, open_weights
+from lib.turns.kinds import Kinds
+from lib.turns.start import Turns
+
+NO_ANSWERS = (
+    *("--turns.path", "--turns.env", "--turns.num-workers", "--turns.concurrency", "--turns.timeout-s", "--turns.join"),
+)
+"""Options of turns that no answer follows from; of the file its hash counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,21 +107,25 @@ def _hash_folder(folder: Path, world: World) -> dict[str, str]:
     return {name: entry.hash for of_rank in world.gather(own) for name, entry in of_rank.items()}
 
 
-def load_eval_prompts(data: EvalDataConfig, model: EvalModel, rows: Rows, *, date: str) -> tuple[list[int], Prompts]:
-    """The ids that end a response, and the prompts under the chat template on that date. Raises UserError."""
+def load_eval_prompts(
+    data: EvalDataConfig, model: EvalModel, rows: Rows, *, date: str, kinds: Kinds | None = None
+) -> tuple[list[int], Prompts]:
+    """The ids that end a response, and the prompts under the chat template on that date, which name the tools of their
+    environments. Raises UserError."""
     folder = model.files.folder
     files = DataFiles(train=None, val=rows, warnings=())
-    options = dict(split="val", date=date, files_flag="--data.files")
+    options = dict(split="val", date=date, files_flag="--data.files", tools=kinds and kinds.of_prompts)
     prompts = tokenize(data.as_validation(), files, model.tokenizer, **options)
     return stop_token_ids(model.tokenizer, folder), prompts
 
 
 def what_defines_responses(
-    rollout: SamplingConfig, model: EvalModel, prompts: Prompts, stop_ids: list[int], *, dtype: str, seed: int
-) -> dict[str, Any]:
+    rollout: SamplingConfig, model: EvalModel, prompts: Prompts, stop_ids: list[int], *, dtype: str, seed: int,
+    turns: Turns | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """What a user chose that the responses follow from: with the same values, finished ones need not be sampled again.
 
-    Left out: versions, and which fast paths were taken, which change no distribution.
+    Left out: versions, which fast paths were taken and when an answered episode goes on, which change no distribution.
     """
     names = [field.name for field in fields(SamplingConfig)]
     sampling = {f"--rollout.{name.replace('_', '-')}": getattr(rollout, name) for name in names}
@@ -125,7 +137,15 @@ def what_defines_responses(
         "prompts": prompts.fingerprint,
         "stop token ids": stop_ids,
         **({"date": prompts.date} if prompts.date else {}),
+        **(state_of_turns(turns) if turns else {}),
     }
+
+
+def state_of_turns(turns: Turns) -> dict[str, Any]:
+    """What a user chose that the answers between turns follow from."""
+    options = {f"--turns.{name.replace('_', '-')}": value for name, value in to_json(turns.cfg).items()}
+    known = {name: value for name, value in options.items() if name not in NO_ANSWERS}
+    return known | {"turns' file": turns.kinds.file_hash}
 
 
 # ---- Weights ----

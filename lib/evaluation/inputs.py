@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +31,7 @@ from lib.data.rows import Rows
 from lib.data.schema import kind_of
 from lib.dist import World
 from lib.errors import UserError, check_fields
+from lib.evaluation.episodes import EPISODE_COLUMNS, Episode, columns_of, from_json, read_columns_of
 from lib.secret_values import blank
 from lib.storage.writing import lock, write_whole
 from lib.tracking.run_folder import open_log
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 COLUMNS = ("responses", "scores", "predictions", "finish_reasons", "response_lengths")
-"""What an evaluation adds: of each row, lists with an entry for every response (text, number, text, text, number)."""
+"""What an evaluation adds: of each row, lists with an entry for every response (text, number, text, text, number);
+and where there are turns, those of lib/evaluation/episodes.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +89,11 @@ class EvalGroup:
     responses: list[str]
     """As reward functions see them: without special tokens."""
     finish_reasons: list[str | None]
-    """`stop` or `length`; None: not known (a file that another program wrote)."""
+    """`stop` or `length`, of conversations `turns` and `error` too; None: not known (another program's file)."""
     response_lengths: list[int | None]
-    """In tokens, the end-of-sequence id included; None: not known."""
+    """In tokens, the end-of-sequence id included, and what was observed between turns; None: not known."""
+    episodes: list[Episode] | None = None
+    """None: a response is one turn."""
     scores: list[Score] | None = None
     """None: not scored."""
 
@@ -98,12 +102,12 @@ class EvalGroup:
 
 
 def read_input(
-    cfg: EvalDataConfig, *, with_responses: bool, needs_grader: bool = True
+    cfg: EvalDataConfig, *, with_responses: bool, needs_grader: bool = True, with_turns: bool = False
 ) -> tuple["pa.Table", Rows, list[str]]:
     """All columns of the input, its rows as checked for training, and warnings. Raises UserError for any fault.
 
     `with_responses`: the rows must have a column of responses; otherwise they must not. `needs_grader`: whether
-    built-in graders score.
+    built-in graders score. `with_turns`: whether the responses will be conversations.
     """
     import pyarrow as pa
 
@@ -118,7 +122,8 @@ def read_input(
             f"the input's columns cannot be read together; --data.files {' '.join(cfg.files)}; {short(error)}; "
             "evaluate the files one by one, or give each column one type"
         ) from error
-    own = [name for name in COLUMNS if name in table.column_names]
+    added = (*COLUMNS, *EPISODE_COLUMNS) if with_turns else COLUMNS
+    own = [name for name in added if name in table.column_names]
     if own and not with_responses:
         raise UserError(
             f"the input has columns that the output adds; --data.files {' '.join(cfg.files)}; found {', '.join(own)}, "
@@ -173,6 +178,7 @@ def groups_of(table: "pa.Table") -> dict[int, EvalGroup]:
         "response_lengths": lambda value: type(value) is int and 0 <= value < 2**31,  # no bool; `write_output`'s int32
     }
     groups = []
+    episodes = read_columns_of(table) or [None] * len(table)
     for uid, responses in enumerate(columns["responses"]):
         known = {}
         for name, fit in fits.items():
@@ -180,7 +186,7 @@ def groups_of(table: "pa.Table") -> dict[int, EvalGroup]:
             is_whole = isinstance(found, list) and len(found) == len(responses)
             is_known = is_whole and all(value is None or fit(value) for value in found)
             known[name] = found if is_known else [None] * len(responses)
-        groups.append(EvalGroup(uid=uid, responses=responses, **known))
+        groups.append(EvalGroup(uid=uid, responses=responses, episodes=episodes[uid], **known))
     return dict(enumerate(groups))
 
 
@@ -233,14 +239,15 @@ class Parts:
                 checksum, _, text = line.partition(b" ")
                 if text and checksum == _checksum(text):
                     group = EvalGroup(**json.loads(text))
-                    groups[group.uid] = group
+                    kept = group.episodes and [from_json(entry) for entry in group.episodes]
+                    groups[group.uid] = replace(group, episodes=kept)
         return groups
 
     def add(self, group: EvalGroup) -> None:
         """Appends a finished group. A failure is kept in `problem`: the rank's peers are inside the engine."""
         if self.problem is not None:
             return
-        entry = blank({name: value for name, value in vars(group).items() if name != "scores"})
+        entry = blank({name: value for name, value in asdict(group).items() if name != "scores"})
         text = json.dumps(entry).encode()
         line = _checksum(text) + b" " + text + b"\n"
         try:
@@ -405,8 +412,10 @@ def write_output(path: Path, table: "pa.Table", groups: Sequence[EvalGroup]) -> 
         predictions = [[prediction_of(score) for score in group.scores] for group in groups]
         columns["scores"] = pa.array(scores, pa.list_(pa.float64()))
         columns["predictions"] = pa.array(predictions, pa.list_(pa.string()))
-    table = table.drop_columns([name for name in COLUMNS if name in table.column_names])
-    for name in (name for name in COLUMNS if name in columns):
+    if groups[0].episodes is not None:
+        columns |= columns_of([group.episodes for group in groups])
+    table = table.drop_columns([name for name in {*COLUMNS, *columns} if name in table.column_names])
+    for name in (name for name in (*COLUMNS, *EPISODE_COLUMNS) if name in columns):
         table = table.append_column(name, columns[name])
     write_atomically(path, to_parquet(table))
 

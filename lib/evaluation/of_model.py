@@ -1,7 +1,7 @@
 """What an evaluation takes from the run that trained its model, or from the model, where the command line is silent.
 
-Of a run or a checkpoint: how prompts are made and where responses end, and what scores them. Of any other model: the
-lengths that fit it, where the defaults do not.
+Of a run or a checkpoint: how prompts are made and where responses end, what answers between turns, and what scores
+them. Of any other model: the lengths that fit it, where the defaults do not.
 """
 
 import hashlib
@@ -22,17 +22,22 @@ from lib.rewards.trial import code_hash
 from lib.secret_values import has_blanks
 from lib.storage.model_folder import longest_sequence
 from lib.storage.model_source import find_actor
+from lib.turns.config import TurnsConfig
 
 TAKEN = {
     "data": ("prompt_key", "answer_key", "max_prompt_len", "chat_template_kwargs", "control_tokens"),
     "rollout": ("max_response_len", "stop"),
+    "turns": tuple(field.name for field in fields(TurnsConfig)),
     "reward": tuple(field.name for field in fields(RewardConfig)),
 }
-"""Section -> the options that are taken from a run. Those of the reward belong to its file: with another
---reward.path none is."""
+"""Section -> the options that are taken from a run. Those of the reward belong to its file, and those of the turns to
+theirs: with another --reward.path, or --turns.path, none is."""
 
 OF_ROWS = ("prompt_key", "answer_key")
 """Of the section data, what also says how responses are scored that are there already."""
+WITHOUT_FILE = {"turns": "None: single turns", "reward": "None: the built-in graders"}
+"""Section -> what is used without its file; trainer.json has a line about that file, with its hash, under the section's
+name."""
 Values = dict[str, dict[str, Any]]
 """{section: {field: value}}."""
 
@@ -42,6 +47,7 @@ class HasSections(Protocol):
 
     data: EvalDataConfig
     rollout: RolloutConfig
+    turns: TurnsConfig
     reward: RewardConfig
 
 
@@ -53,8 +59,8 @@ def complete(
 ) -> tuple[Sections, str | None]:
     """The config with what the model at `path` decides of it, but for the options in argv, and a line that tells.
 
-    `samples`, `scores`: what the evaluation does. Raises UserError where the run's reward cannot be used. Executed by
-    all ranks together.
+    `samples`, `scores`: what the evaluation does. Raises UserError where the run's reward or environments cannot be
+    used. Executed by all ranks together.
     """
     given = {normal(word.partition("=")[0]) for word in argv if word.startswith("--")}
 
@@ -85,49 +91,44 @@ def _of_run(checkpoint: Path, given: set[str], *, samples: bool, scores: bool) -
     """What its config says, and where that stands."""
     try:
         trainer = json.loads((checkpoint / "trainer.json").read_text(encoding="utf-8"))
-        config = {section: dict(trainer["config"].get(section, {})) for section in (*TAKEN, "turns")}
-        note = str(trainer.get("reward", ""))
+        config = {section: dict(trainer["config"].get(section, {})) for section in TAKEN}
+        notes = {section: str(trainer.get(section, "")) for section in WITHOUT_FILE}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}, str(checkpoint)  # an `actor` folder of its own
-    if samples and (turns := config["turns"].get("path")):
-        raise UserError(
-            f"the run's model was answered between its turns, and an evaluation has one turn yet; {checkpoint}; found "
-            f"--turns.path {turns}, expected none; validate in training, or merge the checkpoint and evaluate the "
-            "model that this gives, in single turns"
-        )
     sections = ["data"] + ["rollout"] * samples
-    if scores and not {"--reward.path", "--reward.name"} & given:
-        sections.append("reward")
+    for section, is_used in (("turns", samples), ("reward", scores)):
+        if is_used and not {f"--{section}.path", f"--{section}.name"} & given:
+            sections.append(section)
     values: Values = {}
     for section in sections:
         names = OF_ROWS if section == "data" and not samples else TAKEN[section]
         found = {name: config[section][name] for name in names if name in config[section]}
         values[section] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
-    if "reward" in values:
-        note = _check_reward(values["reward"], checkpoint, note, given)
-    return values, f"the run of {checkpoint}{note if 'reward' in values else ''}"
+    used = [section for section in WITHOUT_FILE if section in values]
+    changed = [it for it in used if _has_changed(it, values[it], checkpoint, notes[it], given)]
+    since = "".join(f", whose {section} file has changed since" for section in changed)
+    return values, f"the run of {checkpoint}{since}"
 
 
-def _check_reward(reward: Mapping[str, Any], checkpoint: Path, note: str, given: set[str]) -> str:
-    """`, whose reward file has changed since`, or nothing. Raises UserError for a reward that cannot be used."""
-    if has_blanks(reward.get("kwargs", {})) and "--reward.kwargs" not in given:
+def _has_changed(section: str, values: Mapping[str, Any], checkpoint: Path, note: str, given: set[str]) -> bool:
+    """Whether the file of the run's reward, or turns, is another now. Raises UserError for one that cannot be used."""
+    option = f"--{section}.kwargs"
+    if has_blanks(values.get("kwargs", {})) and option not in given:
         raise UserError(
-            f"the run's reward was given a secret, which a run does not keep; {checkpoint}; found "
-            f"--reward.kwargs {shlex.quote(json.dumps(reward['kwargs']))}, expected the secret itself; give "
-            "--reward.kwargs"
+            f"the run's {option} were given a secret, which a run does not keep; {checkpoint}; found "
+            f"{option} {shlex.quote(json.dumps(values['kwargs']))}, expected the secret itself; give {option}"
         )
-    path = reward.get("path")
+    path = values.get("path")
     if path is None:
-        return ""
+        return False
     file = Path(path).expanduser()
     if not file.is_file():
         raise UserError(
-            f"the file of the run's reward is not there; {checkpoint}; found no {path} in {Path.cwd()}, expected the "
-            "file that the run was started with; start where the run was, or give --reward.path FILE (None: the "
-            "built-in graders), or --generate-only"
+            f"the file of the run's {section} is not there; {checkpoint}; found no {path} in {Path.cwd()}, expected "
+            f"the file that the run was started with; start where the run was, or give --{section}.path FILE "
+            f"({WITHOUT_FILE[section]}){', or --generate-only' * (section == 'reward')}"
         )
-    trained_with, here = code_hash(note), hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    return ", whose reward file has changed since" if trained_with not in (None, here) else ""
+    return code_hash(note) not in (None, hashlib.sha256(file.read_bytes()).hexdigest()[:16])
 
 
 def _option(section: str, name: str) -> str:

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from lib.evaluation.episodes import in_words
 from lib.evaluation.inputs import EvalGroup, prediction_of
 from lib.evaluation.passk import confidence_interval, majority_at_k, pass_at_k, powers_up_to
 from lib.pages.charts import histogram
 from lib.pages.page import cut, escape, facts, render, table
 from lib.tracking.console import format_table
+from lib.turns.conversations import of_episodes
 from lib.types import Sample, Score
 
 SHOWN = 5  # worst and best prompts on the page
@@ -30,9 +32,10 @@ def summarise(groups: Sequence[EvalGroup], data_sources: Sequence[str]) -> dict[
     A summary has num_prompts, num_responses, n; mean@n and for k = 1, 2, 4, ... n pass@k and maj@k, each {value, low,
     high} with its 95 % confidence interval over prompts (passk.py); variable (acc or score), score_mean, score_std,
     num_unscored; truncation_rate, format_rate; response_length {mean, std, min, median, p90, p99, max} in tokens. What
-    is not known is left out. A response whose reward failed is in num_unscored and in no mean; a prompt counts for k if
-    it has k scored responses. format_rate: the mean of `format` where the function returns it, else the share of
-    responses in which it found an answer (`pred`).
+    is not known is left out. Of conversations num_turns/* and turns/* too (docs/metrics.md). A response whose reward
+    failed, or its environment, is in num_unscored and in no mean; a prompt counts for k if it has k scored responses.
+    format_rate: the mean of `format` where the function returns it, else the share of responses in which it found an
+    answer (`pred`).
     """
     assert groups and len(groups) == len(data_sources)
     result = {
@@ -53,7 +56,7 @@ def _summary(groups: Sequence[EvalGroup]) -> Summary:
         summary |= _score_summary([group.scores for group in groups], summary["n"])
     reasons = [reason for group in groups for reason in group.finish_reasons if reason is not None]
     if reasons:
-        summary["truncation_rate"] = reasons.count("length") / len(reasons)
+        summary["truncation_rate"] = sum(reason in ("length", "turns") for reason in reasons) / len(reasons)
     lengths = [length for group in groups for length in group.response_lengths if length is not None]
     if lengths:
         p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="inverted_cdf").tolist()
@@ -61,7 +64,12 @@ def _summary(groups: Sequence[EvalGroup]) -> Summary:
             "mean": float(np.mean(lengths)), "std": float(np.std(lengths)), "min": min(lengths), "median": p50,
             "p90": p90, "p99": p99, "max": max(lengths),
         }  # fmt: skip
-    return summary
+    episodes = [
+        (episode.num_turns, reason or "unknown", episode.metrics)
+        for group in groups
+        for episode, reason in zip(group.episodes or (), group.finish_reasons, strict=False)
+    ]
+    return summary | of_episodes(episodes)
 
 
 def _score_summary(scores: Sequence[Sequence[Score]], n: int) -> Summary:
@@ -227,11 +235,12 @@ def _shown(group: EvalGroup, sample: Sample, messages: Sequence[Mapping[str, str
         score = group.scores[index]
         known += [f"score {score.score}", f"answer {prediction_of(score)}", *([score.error] if score.error else [])]
     texts = [f"{message['role']}: {message['content']}" for message in messages]
+    response = group.responses[index] if group.episodes is None else in_words(group.episodes[index])
     return (
         f"<details open><summary>{escape(' | '.join(told))}</summary>"
         f'<pre>{escape(cut(chr(10).join(texts)))}</pre><p class="note">expected '
         f"{escape(cut(str(sample.ground_truth)))}; {escape(cut('; '.join(known)))}</p>"
-        f"<pre>{escape(cut(group.responses[index]))}</pre></details>"
+        f"<pre>{escape(cut(response))}</pre></details>"
     )
 
 

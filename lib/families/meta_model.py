@@ -46,7 +46,7 @@ def _build(folder: Path, auto_class: Any, dtype: torch.dtype, attention: str, **
     for name, value in changes.items():
         setattr(config, name, value)
     try:
-        with _parameters_on_meta():
+        with parameters_on_meta():
             return auto_class.from_config(config, attn_implementation=attention, dtype=dtype)
     except Exception as error:
         raise _cannot_build(folder, error) from error
@@ -60,7 +60,7 @@ def _cannot_build(folder: Path, error: Exception) -> UserError:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Modules that are made inside register parameters without memory. Buffers are left as they are."""
     plain = nn.Module.register_parameter
 

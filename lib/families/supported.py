@@ -1,6 +1,6 @@
 """Which model families are known to work, and what a config.json says that none of the code here can train."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ KNOWN = ", ".join(name.removesuffix(CAUSAL) for name in PROVED)
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SOFT_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 STATE_SPACE = ("mamba_", "ssm_", "linear_num_", "linear_conv_")
+LATENT = ("kv_lora_rank", "q_lora_rank")  # DeepSeek's, whose engine keeps tensors that it makes of the weights
 ATTENTION = {"full_attention", "sliding_attention"}
 OTHER_INPUTS = ("vision_config", "audio_config", "text_config")
 
@@ -100,6 +101,7 @@ def refuse_parts(config: Mapping[str, Any], file: Path) -> None:
         "an encoder": ["is_encoder_decoder"] if config.get("is_encoder_decoder") else [],
         "experts": [name for name in EXPERTS if config.get(name)],
         "layers that are no attention over a sequence": other_layers or state_space,
+        "latent attention (MLA)": [name for name in LATENT if config.get(name)],
         "soft-caps of logits": [name for name in SOFT_CAPS if config.get(name)],
         "dropout": [name for name, value in config.items() if _drops(config, name, value)],
         "attention to later tokens": [name for name in ("use_bidirectional_attention",) if config.get(name)],
@@ -110,6 +112,16 @@ def refuse_parts(config: Mapping[str, Any], file: Path) -> None:
             raise UserError(
                 f"the model has {what}, which is not supported; {file}; found {', '.join(names[:3])}; {remedy}"
             )
+
+
+def refuse_tensors(names: Iterable[str], file: Path) -> None:
+    """Raises UserError for a model whose weights, by their names, do what no entry of its config.json tells."""
+    sinks = [name for name in names if name.rpartition(".")[2] == "sinks"]
+    if sinks:
+        raise UserError(
+            f"the model has attention sinks, which are not supported; {file}; found {sinks[0]}; use a dense decoder: "
+            f"{KNOWN}"
+        )
 
 
 def _drops(config: Mapping[str, Any], name: str, value: Any) -> bool:

@@ -19,7 +19,7 @@ MAY_DIFFER = (
     *("run_dir", "overwrite", "debug", "num_steps", "total_epochs", "max_minutes", "tracking.*", "eval.*"),
     *("checkpoint.*", "*fsdp.*", "*max_tokens_per_gpu", "*model.gradient_checkpointing", *DATA_MAY_MOVE),
     *("reward.num_workers", "reward.batch_size", "reward.timeout_s", "reward.max_error_rate", "reward.max_memory_gib"),
-    "reward.env",
+    *("reward.env", "turns.num_workers", "turns.concurrency", "turns.timeout_s", "turns.env"),
     "rollout.max_log_probs_diff",
     *("rollout.tensor_model_parallel_size", "rollout.gpu_memory_utilization", "rollout.max_num_*"),
     *("rollout.max_cudagraph_capture_size", "rollout.enforce_eager", "rollout.enable_prefix_caching"),
@@ -27,8 +27,8 @@ MAY_DIFFER = (
 )
 """Options that a continued run may give anew: they change what it shows, keeps or needs, not what it learns."""
 OF_RESPONSES = (
-    *("seed", "model.path", "model.dtype", "data.*", "rollout.*", "reward.*", "filter_groups.*", "overlong.*"),
-    "advantage.*",
+    *("seed", "model.path", "model.dtype", "data.*", "rollout.*", "turns.*", "reward.*", "filter_groups.*"),
+    *("overlong.*", "advantage.*"),
 )
 """Options that left-over responses were sampled, scored or chosen by."""
 NOTHING_LEFT_OVER = {"collectors": [], "constant_groups": []}

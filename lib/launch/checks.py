@@ -25,6 +25,7 @@ from lib.launch.resume import Resume, find_resume, with_date
 from lib.launch.train_config import TrainConfig
 from lib.model.critic_config import CriticConfig
 from lib.model.lora import LoRAConfig
+from lib.rewards.scoring import RewardConfig
 from lib.rewards.trial import check_reward, rows_to_answer
 from lib.storage.adapter import adapted_weights, adapter_shapes
 from lib.storage.model_folder import (
@@ -41,6 +42,8 @@ from lib.tracking.run import check_run
 from lib.turns.kinds import Kinds, check_rows
 from lib.turns.start import Turns, find_turns
 from lib.types import Sample
+
+ENVIRONMENTS_SCORE = "reward: the environments score"
 
 
 def check_engines(rollout: EngineConfig, world: World) -> None:
@@ -171,16 +174,16 @@ def first_samples(cfg: TrainConfig, train: Rows, val: Rows) -> dict[str, Sample]
     return trials | ({f"{val.where(0)} (validation)": val.sample(0, uid=2)} if len(val) else {})
 
 
-def needs_reward(cfg: TrainConfig, kinds: Kinds | None) -> bool:
+def needs_reward(cfg: RewardConfig, kinds: Kinds | None) -> bool:
     """Whether a reward function may be asked: not where all environments score themselves and none is given."""
-    return kinds is None or cfg.reward.path is not None or not all(it.scores for it in kinds.about.values())
+    return kinds is None or cfg.path is not None or not all(it.scores for it in kinds.about.values())
 
 
 def try_reward(cfg: TrainConfig, train: Rows, val: Rows, kinds: Kinds | None = None) -> str:
     """A line about the reward function, which can score first rows of both splits, knows every data source and can be
     answered."""
-    if not needs_reward(cfg, kinds):
-        return "reward: the environments score"
+    if not needs_reward(cfg.reward, kinds):
+        return ENVIRONMENTS_SCORE
     trials = first_samples(cfg, train, val)
     needed = dict.fromkeys(cfg.advantage.reward_keys, "--advantage.reward-keys")
     is_judged = cfg.filter_groups.enable or cfg.data.curriculum

@@ -32,6 +32,7 @@ from lib.storage.adapter import read_adapter, refuse_other_base
 from lib.storage.checkpoint_folder import Found, check, find_checkpoints, share, verify
 from lib.storage.model_folder import ModelFiles
 from lib.tracking.run_folder import has_ended, launch_id, read_status
+from lib.turns.start import Turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ class Resume:
             load_model_(self.path / role / "model", model, world)
             load_optimizer_(self.path / role / "optim", model, optimizer, world)
 
-    def in_words(self, cfg: TrainConfig, num_steps: int, *, reward: str) -> str:
+    def in_words(self, cfg: TrainConfig, num_steps: int, *, reward: str, turns: Turns | None = None) -> str:
         """Where the run goes on, in a line, and what is to be known about it. `reward`: the line of check_reward."""
         if not self.trainer:
             return "\n".join(self.notes)
@@ -135,9 +136,11 @@ class Resume:
             f"{prompts['place']} of epoch {prompts['epoch']}",
         ]
         lines += _schedule_note(self.trainer, cfg, num_steps)
-        there, here = code_hash(self.trainer.get("reward", reward)), code_hash(reward)
-        if there != here:
-            lines.append(f"warning: the reward function's file is another: sha256 {there} there, {here} here")
+        of_turns = turns.in_words if turns else ""
+        for name, line, whose in (("reward", reward, "reward function's"), ("turns", of_turns, "environments'")):
+            there, here = code_hash(self.trainer.get(name, line)), code_hash(line)
+            if there != here:
+                lines.append(f"warning: the {whose} file is another: sha256 {there} there, {here} here")
         different = [
             f"{name} {there} there, {here} here"
             for name, here in versions().items()

@@ -136,7 +136,7 @@ def open_run(cfg: TrainConfig, task: Task, world: World, startup: StartupTimer) 
 def open_scorer(cfg: TrainConfig, task: Task, run: Run) -> Scorer:
     """The worker processes of this rank that run the reward function."""
     kinds = task.turns and task.turns.kinds
-    sources = data_sources(cfg, task.train_set.rows, task.val_set.rows) if needs_reward(cfg, kinds) else set()
+    sources = data_sources(cfg, task.train_set.rows, task.val_set.rows) if needs_reward(cfg.reward, kinds) else set()
     log = run.dir / "logs" / f"rewards_{run.world.rank}.log"
     return Scorer(cfg.reward, sources, reward_keys=cfg.advantage.reward_keys, log_path=log)
 
@@ -157,7 +157,7 @@ def say_what_begins(cfg: TrainConfig, task: Task, run: Run) -> None:
             f"warning: adapters hardly learn at --optim.lr {cfg.optim.lr:g}; about ten times the learning rate that "
             "suits all weights, 1e-5 say, suits them"
         )
-    turns = (f"turns: {task.turns.in_words}", *task.turns.notes) if task.turns else ()
+    turns = (task.turns.in_words, *task.turns.notes) if task.turns else ()
     notes = (f"responses end at {ends}", task.reward, *turns, *task.warnings, *train_set.warnings, *val_set.warnings)
     for note in dict.fromkeys(notes):  # both splits may give the same warning
         run.say(note)
@@ -308,4 +308,5 @@ def make_checkpointer(
     return Checkpointer(
         cfg.checkpoint, run, run.world, config=to_json(cfg), reward=task.reward, models=trained, progress=progress,
         num_steps=task.num_steps, resumed=resume.path, trainer=resume.trainer, began_from=task.model_files.began_from,
+        turns=task.turns and task.turns.in_words,
     )  # fmt: skip

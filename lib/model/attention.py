@@ -72,7 +72,8 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, d)
     window = (-1 if sliding_window is None else sliding_window - 1, 0)  # (tokens to the left, to the right)
     on_gpu = q.is_cuda and q.dtype == torch.bfloat16
-    if on_gpu and _has_cudnn and sliding_window is None and q.shape[2] <= 128 and q.shape[2] % 16 == 0:
+    by_cudnn = on_gpu and _has_cudnn and sliding_window is None and q.shape[2] <= 128 and q.shape[2] % 16 == 0
+    if by_cudnn or q.is_meta:  # without numbers: what is kept for the backward pass is equal (activations.py)
         return attend_by_cudnn(q, k, v, cu_seq_lens_q, max_length_q, scaling).unsqueeze(0), None
     attend = _attend_varlen if on_gpu else _attend_each
     return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, window).unsqueeze(0), None  # (1, N, heads, d)

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lib.dist import World
+from lib.model.activations import Kept, count_kept
 from lib.model.host_memory import HostMemory
 from lib.model.lora import LoRAConfig
 from lib.model.networks import (
@@ -105,11 +106,14 @@ def _load_(
 ) -> None:  # fmt: skip
     """Shards a model of the meta device, decides whether its backward pass recomputes, and fills it."""
     dtype = cfg.compute_dtype(world)
+    estimates = world.device.type == "cuda" and bool(model.trained())
+    # Before shards stand for its weights.
+    kept = estimates and count_kept(model.model, model.layers, dtype=dtype, compiled=compiles(world, dtype))
     shard_(model, fsdp, world, dtype=dtype)
     recompute = cfg.gradient_checkpointing
-    if world.device.type == "cuda":
+    if estimates:
         needed = update_bytes(
-            model, world, dtype=dtype, max_tokens_per_gpu=max_tokens_per_gpu,
+            model, world, dtype=dtype, kept=kept, max_tokens_per_gpu=max_tokens_per_gpu,
             keeps_gathered=model.placement.keeps_gathered, base_is_whole=model.placement.base_is_whole,
             moments_on_gpu=not fsdp.optimizer_offload,
         )  # fmt: skip
@@ -117,7 +121,7 @@ def _load_(
         spare = int(0.95 * torch.cuda.mem_get_info(world.device)[0]) - needed - reserved_bytes
         if recompute is None:
             recompute = not world.all_agree(spare >= 0)
-        # In float32 layers are not compiled, and keep more than the estimate says.
+        # In float32 nobody has measured what attention works in.
         model.placement.spare_bytes = 0 if dtype is torch.float32 else spare
     if recompute and model.trained():
         model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -149,9 +153,8 @@ def shard_(model: CausalPolicy | Critic, fsdp: FSDPConfig, world: World, *, dtyp
     base_is_whole = bool(trained) and not drop and not fsdp.param_offload
     whole = {p for name, p in model.named_parameters() if base_is_whole and name not in trained}
     for layer in model.layers:
-        # One graph serves all layers and any packed length. Attention in float32 loops over the sequences, so it would
-        # need a graph for every number of them.
-        if world.device.type == "cuda" and dtype is not torch.float32:
+        # One graph serves all layers and any packed length.
+        if compiles(world, dtype):
             layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, options=COMPILE_OPTIONS)
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=drop, ignored_params=whole)
     if isinstance(model, Critic):  # on its own, so that it computes in its own precision
@@ -166,17 +169,22 @@ def shard_(model: CausalPolicy | Critic, fsdp: FSDPConfig, world: World, *, dtyp
             module.set_force_sum_reduction_for_comms(True)
 
 
+def compiles(world: World, dtype: torch.dtype) -> bool:
+    """Whether layers that compute in this precision are compiled: on a GPU, and not in float32, whose attention loops
+    over the sequences and would need a graph for every number of them."""
+    return world.device.type == "cuda" and dtype is not torch.float32
+
+
 def update_bytes(
-    model: CausalPolicy | Critic, world: World, *, dtype: torch.dtype, max_tokens_per_gpu: int, keeps_gathered: bool,
-    base_is_whole: bool = False, moments_on_gpu: bool = True,
+    model: CausalPolicy | Critic, world: World, *, dtype: torch.dtype, kept: Kept, max_tokens_per_gpu: int,
+    keeps_gathered: bool, base_is_whole: bool = False, moments_on_gpu: bool = True,
 ) -> int:  # fmt: skip
     """About the memory that a rank's update takes without recomputation, in bytes; meant to err upwards.
 
     Shards of float32 weights, gradients and (unless on the host) two moments; gathered weights and float32 gradients
-    of everything or of two layers; per token what the compiled layers keep for the backward pass (inputs of the norms,
-    of the products and of attention), a policy's logits, and what cuDNN's attention works in. What policies of 0.6 to
-    4 B (Qwen3) took on one H200 is 87 to 90 % of it, on two to four 92 to 95 %; what torch's allocator reserves for it
-    is more (EXPERIMENTS.md).
+    of everything or of two layers; what the decoder keeps for the backward pass (`kept`); per token a policy's logits,
+    and what cuDNN's attention works in. What policies of 0.6 to 4 B (Qwen3) took on one H200 is 87 to 91 % of it; what
+    torch's allocator reserves for it is more (EXPERIMENTS.md).
     """
     config, num_layers = model.config, len(model.layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -189,17 +197,13 @@ def update_bytes(
 
     trained, gathered = at_once(trains=True)
     frozen, whole = at_once(trains=False)
-    parts = model.layers[0].named_parameters()
-    norms = sum("norm" in name and p.shape == (config.hidden_size,) for name, p in parts)  # Gemma 3 has four
-    layer = (2 + norms) * config.hidden_size + 3 * config.intermediate_size
-    layer += (3 * config.num_attention_heads + 4 * config.num_key_value_heads) * head_dim
     logits = config.vocab_size if isinstance(model, CausalPolicy) else 0
     of_attention = 12 * config.num_attention_heads * head_dim  # float32 gradients of q, and of k and v for every head
-    per_token = (num_layers * layer + logits) * dtype.itemsize + of_attention
+    per_token = kept.per_token + logits * dtype.itemsize + of_attention
     of_shards = (16 if moments_on_gpu else 8) * trained // world.size
     # Frozen weights: whole, or shards and what is gathered of them.
     of_shards += dtype.itemsize * (whole + (0 if base_is_whole else frozen // world.size))
-    return of_shards + gathered * (dtype.itemsize + 4) + per_token * max_tokens_per_gpu
+    return of_shards + gathered * (dtype.itemsize + 4) + kept.at_all + per_token * max_tokens_per_gpu
 
 
 def held_bytes(num_parameters: int, fsdp: FSDPConfig, world: World) -> int:

@@ -28,8 +28,7 @@ def described(rollout: Rollout, describe: Callable[[int, int], dict[str, Any]]) 
         about = {} if told is None else {"answer_s": told["seconds"], "calls": told["calls"]}
         about |= {"reward": rewards[end - 1]} if end - 1 in rewards else {}
         entries.append({"role": "assistant", **describe(begin, end), **about})
-        if 2 * turn + 2 < len(ends):  # an answer that ended the episode was not appended
-            entries += [_observed(message) for message in told["messages"]]
+        entries += [_observed(message) for after, message in rollout.observed if after == turn + 1]
     return entries
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from lib.config.values import either, nearest_divisors, resolve_path
 from lib.errors import UserError
-from lib.families.supported import KNOWN, VALUES, check_family, is_proved, refuse_parts
+from lib.families.supported import KNOWN, VALUES, check_family, is_proved, refuse_parts, refuse_tensors
 from lib.storage.beside_weights import check_beside_weights
 from lib.storage.weight_headers import (
     DOWNLOAD_AGAIN,
@@ -231,6 +231,7 @@ def _config_and_shapes(raw: dict[str, Any], folder: Path) -> tuple[dict[str, Any
     config, model = read_config(folder), build_causal_lm(folder)
     refuse_parts(config.to_dict() | {"architectures": raw["architectures"]}, folder / "config.json")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    refuse_tensors(shapes, folder / "config.json")
     buffers = sorted(model.state_dict().keys() - shapes.keys() - {HEAD})
     elsewhere = [name for name in shapes if not name.startswith("model.") and name != HEAD]
     if EMBEDDING not in shapes or buffers or elsewhere:

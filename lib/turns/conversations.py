@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from lib.data.tokenizer import decode
@@ -98,25 +98,26 @@ class Conversations:
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Of these episodes, of all ranks, and of the calls since the last time. Executed by all ranks together."""
         seconds, waited = ([], 0.0) if self.dialogue is None else (self.dialogue.seconds, self.dialogue.waited_s)
-        own = [(len(it.spans or [0]), it.finish_reason, it.metrics) for it in rollouts]
+        own = [(len(it.sampled_turns), it.finish_reason, it.metrics) for it in rollouts]
         gathered = self.world.gather((own, seconds, (waited, self._sampled_s)))
         self._sampled_s = 0.0
         if self.dialogue is not None:
             self.dialogue.seconds, self.dialogue.waited_s = [], 0.0
         episodes = [episode for of_rank, _, _ in gathered for episode in of_rank]
         return (
-            _of_episodes(episodes)
+            of_episodes(episodes)
             | _of_calls(sorted(it for _, of_rank, _ in gathered for it in of_rank))
             | {"turns/waiting_share": max((waited / total for _, _, (waited, total) in gathered if total), default=0.0)}
         )
 
 
-def _of_episodes(episodes: list[tuple[int, str, dict[str, float]]]) -> dict[str, float]:
+def of_episodes(episodes: Sequence[tuple[int, str, Mapping[str, float]]]) -> dict[str, float]:
+    """The metrics of episodes, given as (turns of the model, finish reason, `Rollout.metrics`)."""
     num = len(episodes)
     if not num:
         return {}
-    num_turns = [num_spans // 2 + 1 for num_spans, _, _ in episodes]
-    messages = [num_spans + 1 for num_spans, _, _ in episodes]  # as verl counts: the prompt, turns, observations
+    num_turns = [turns for turns, _, _ in episodes]
+    messages = [2 * turns for turns in num_turns]  # as verl counts: the prompt, turns, observations
     reasons, totals = Counter(reason for _, reason, _ in episodes), Counter()
     for _, _, metrics in episodes:
         totals.update(metrics)

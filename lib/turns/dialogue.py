@@ -188,7 +188,7 @@ class Dialogue:
         if error is not None:
             self._over(episode, "error", score=Score(score=None, error=f"{episode.kind}.reset: {error}"))
         else:
-            self._answer(episode, prompt_ids=prompt_ids)
+            self._answer(episode, prompt_ids=prompt_ids, messages=value["messages"])
 
     def prompt_ids(self, messages: Sequence[Mapping], added: Sequence[Mapping], tools: Sequence[Mapping]) -> list[int]:
         """A prompt with messages behind it, whose control tokens are ordinary text. Raises what the template raises."""
@@ -211,7 +211,7 @@ class Dialogue:
         counts = {name: float(getattr(result, name)) for name in ("bad_calls", "tool_errors", "tool_timeouts")}
         episode.metrics |= {**measured, **counts}
         episode.reward = value["reward"]
-        episode.told = {"calls": episode.calls, "seconds": round(result.seconds, 6), "messages": []}
+        episode.told = {"calls": episode.calls, "seconds": round(result.seconds, 6)}
         if value["done"]:
             self._finish(episode, "stop")
         elif len(episode.rollout.sampled_turns) >= self.cfg.max_turns:
@@ -225,8 +225,7 @@ class Dialogue:
                 self._over(episode, "error", score=Score(score=None, error=error))
                 return
             episode.metrics["truncated_observations"] = float(was_cut)
-            episode.told["messages"] = messages
-            self._answer(episode, ids=ids)
+            self._answer(episode, ids=ids, messages=messages)
 
     def _cut(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
         """The messages with at most --turns.max-observation-len tokens of text; whether any was cut."""

@@ -6,7 +6,7 @@ standard library alone.
         def reset(self, row, seed): ...
         def step(self, reply): ...                      Args:
         def score(self): ...                                expression: such as 2 * (3 + 4)
-                                                        '''
+        def close(self): ...                            '''
 Any method, and any tool, may be `async`. An instance answers one episode.
 """
 
@@ -53,7 +53,7 @@ class Reply:
     turn: int
     """0 for the first."""
     finish_reason: str
-    """`stop`, or `length` where the turn was cut off."""
+    """`stop`: the model ended it. A turn that is cut off ends the episode, and no `step` is asked about it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,12 @@ class Environment:
         )
 
     def score(self) -> float | Mapping[str, Any] | None:
-        """After the last turn: a score as a reward function gives it; None: the reward function scores."""
+        """After the last turn: a score as a reward function gives it; None: the reward function scores. No `step` came
+        before it where the first turn was cut off."""
         return None
+
+    def close(self) -> None:
+        """At the episode's end, unless its worker was lost before: what it holds is given back."""
 
     async def call(self, call: Call) -> str:
         """What a tool answers, as text. What goes wrong is text too: the model is told."""

@@ -8,6 +8,7 @@ A process that ends does not say by whose call: each call in it is made again, a
 that ends too.
 """
 
+import hashlib
 import math
 import os
 import pickle
@@ -44,6 +45,8 @@ class About:
     """As chat templates take them."""
     takes: dict[str, list[str] | None] = field(default_factory=dict)
     """By tool, the arguments that a row may give it; None: any."""
+    is_user: bool = False
+    """Whether it answers as a user although it has tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +124,11 @@ class Hub(WorkerPool[_TurnsWorker]):
         """Workers that were lost and replaced."""
         self._cfg = cfg
         path = resolve_file(cfg.path, "--turns.path").resolve()
+        source = path.read_bytes()
+        self.file_hash = hashlib.sha256(source).hexdigest()[:16]
+        """Of the environments' file."""
         spec = {
-            "path": str(path), "source": path.read_bytes(), "names": cfg.name, "kwargs": dict(cfg.kwargs),
+            "path": str(path), "source": source, "names": cfg.name, "kwargs": dict(cfg.kwargs),
             "timeout_s": cfg.timeout_s, "concurrency": cfg.concurrency, "describe": about is None,
             "log_path": os.devnull if log_path is None else str(log_path),
         }  # fmt: skip

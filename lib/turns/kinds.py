@@ -36,9 +36,9 @@ class BadRow(UserError):
 class Kinds:
     """Which environment answers a row's episodes, and which tools its prompt names. Methods raise BadRow."""
 
-    def __init__(self, about: Mapping[str, About]) -> None:
-        """`about`: by name, the environments."""
-        self.about = dict(about)
+    def __init__(self, about: Mapping[str, About], *, file_hash: str = "") -> None:
+        """`about`: by name, the environments. `file_hash`: of their file, as it was when they were asked."""
+        self.about, self.file_hash = dict(about), file_hash
         self._told: dict[tuple, list[dict[str, Any]]] = {}
 
     def of(self, agent_name: str | None, extra_info: Mapping[str, Any]) -> str | None:

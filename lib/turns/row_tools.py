@@ -2,13 +2,15 @@
 
     tool_selection     [TOOL, ...]: the row has only these; none, or an empty list: all
     tools_kwargs       {TOOL: {create_kwargs: {NAME: VALUE}}}
-    interaction_kwargs {name: ENVIRONMENT}
+    interaction_kwargs {name: ENVIRONMENT, and what it is given}
 
-Files of Arrow's have one type for all rows: what one row has, all others have as null, at every depth. For workers too:
-the standard library alone.
+An object may be JSON as text, at every depth. Files of Arrow's have one type for all rows: what one row has, all others
+have as null, at every depth. For workers too: the standard library alone.
 """
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 UNIFIED = ("tools_kwargs", "interaction_kwargs")
@@ -49,10 +51,18 @@ def selection(extra_info: Mapping[str, Any]) -> tuple[str, ...]:
 
 def interaction(extra_info: Mapping[str, Any]) -> Any:
     """The name of the environment in interaction_kwargs; None: it names none. Raises TypeError for another shape."""
-    return _object(extra_info.get("interaction_kwargs"), "interaction_kwargs").get("name")
+    return interaction_kwargs(extra_info).get("name")
+
+
+def interaction_kwargs(extra_info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the row gives an environment of verl's shape. Raises TypeError for another shape."""
+    return _object(extra_info.get("interaction_kwargs"), "interaction_kwargs")
 
 
 def _object(value: Any, name: str) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
     if not isinstance(value, Mapping | None):
         raise TypeError(f"{name} {_short(value)}, expected an object")
     return value or {}

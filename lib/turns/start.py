@@ -25,7 +25,7 @@ def find_kinds(cfg: TurnsConfig, trials: Mapping[str, Sample]) -> Kinds:
     UserError."""
     with closing(Hub(cfg, num_workers=1)) as hub:
         hub.wait_until_started()
-        kinds = Kinds(hub.about)
+        kinds = Kinds(hub.about, file_hash=hub.file_hash)
         for number, (where, sample) in enumerate(trials.items()):
             try:
                 kind = kinds.of(sample.agent_name, sample.extra_info)
@@ -62,12 +62,12 @@ class Turns:
 
     @property
     def in_words(self) -> str:
-        """A line."""
+        """A line, with the hash of the file."""
         tools = [tool["function"]["name"] for it in self.kinds.about.values() for tool in it.tools]
         named = f"; tools {', '.join(tools)}, called as {self.format}" if tools else ""
         return (
-            f"{', '.join(self.kinds.about)} of {self.cfg.path}{named}; at most {self.cfg.max_turns} turns, joined by "
-            f"{self.join}; {self.cfg.num_workers} workers a rank"
+            f"turns: {', '.join(self.kinds.about)} in {self.cfg.path} (sha256 {self.kinds.file_hash}){named}; at most "
+            f"{self.cfg.max_turns} turns, joined by {self.join}; {self.cfg.num_workers} workers a rank"
         )
 
 
@@ -81,7 +81,7 @@ def find_turns(
     has_tools = any(it.tools for it in kinds.about.values())
     call_format = (cfg.format or find_format(template)) if has_tools else None
     appender = Appender(template, stop_ids)
-    appender.check([*["tool"] * has_tools, *["user"] * any(not it.tools for it in kinds.about.values())])
+    appender.check([*["tool"] * has_tools, *["user"] * any(it.is_user or not it.tools for it in kinds.about.values())])
     return Turns(cfg=cfg, kinds=kinds, format=call_format, notes=(*notes, *sorted(appender.notes)))
 
 

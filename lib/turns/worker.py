@@ -14,14 +14,16 @@ import os
 import pickle
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from lib.rewards.worker import read_result
 from lib.secret_values import remember
 from lib.turns.environment import CALLS, Call, Calls, Environment, Observation, Reply, Row, as_text
+from lib.turns.interactions import Interaction, interaction_name, is_interaction
 from lib.turns.tools import arguments_of, bind, is_class_tool, make_tool, schema_of
 from lib.workers.child import (
     OWN_FILES,
@@ -35,7 +37,7 @@ from lib.workers.child import (
     write_frame,
 )
 
-OWN_FILES.update((__file__, inspect.getfile(Calls), inspect.getfile(bind)))
+OWN_FILES.update((__file__, *map(inspect.getfile, (Calls, Interaction, bind))))
 MODULE = "turns_file"
 MAX_CHARS = 200_000  # of a message; far above what fits a response
 MAX_MESSAGES = 100
@@ -69,9 +71,10 @@ def main(fd: int, parent: int) -> None:
 
 def load_kinds(spec: dict[str, Any]) -> dict[str, type[Environment]]:
     """{name: class} of the environments in the user's file; functions and classes of tools that are named become the
-    tools of one. Takes from `spec["kwargs"]` what classes of tools are made with. Raises StartError."""
+    tools of one, and of those of verl's shape. Takes from `spec["kwargs"]` what classes of verl's shapes are made with.
+    Raises StartError."""
     module = import_file(spec["path"], spec["source"], MODULE, what="the turns' file", flag="--turns.path")
-    known = {name: it for name, it in vars(module).items() if _is_environment(it) or _is_tool(it)}
+    known = {name: it for name, it in vars(module).items() if any(is_one(it) for is_one in _KINDS)}
     names, kwargs = spec["names"], spec["kwargs"]
     unknown = [name for name in names if name not in known]
     if unknown or not names:
@@ -82,18 +85,46 @@ def load_kinds(spec: dict[str, Any]) -> dict[str, type[Environment]]:
             f"{', '.join(unknown) or 'a name'}; name a class, or functions, with --turns.name"
         )
     chosen = {name: known[name] for name in names if _is_environment(known[name])}
-    if tools := tuple(known[name] for name in names if name not in chosen):
+    has_own = bool(chosen)
+    if tools := tuple(known[name] for name in names if _is_tool(known[name])):
         chosen["tools"] = type("tools", (_Tools,), {"tools": tools})
     for kind in chosen.values():
         kind.tools = [_made(tool, kwargs, spec["path"]) if inspect.isclass(tool) else tool for tool in kind.tools]
-    for name in {type(tool).__name__ for kind in chosen.values() for tool in kind.tools if is_class_tool(tool)}:
+    made = {type(tool).__name__ for kind in chosen.values() for tool in kind.tools if is_class_tool(tool)}
+    shared = chosen["tools"].tools if tools else ()
+    for kind in [known[name] for name in names if is_interaction(known[name])]:
+        _add_interaction(chosen, kind, shared, kwargs, spec["path"])
+        made.add(kind.__name__)
+    for name in made:
         kwargs.pop(name, None)
-    if kwargs and [*chosen] == ["tools"]:
+    if kwargs and not has_own:
         raise StartError(
-            f"keyword arguments of no class; --turns.kwargs; found {', '.join(kwargs)}, expected names of classes of "
-            "tools that --turns.name names; leave them out"
+            f"keyword arguments of no class; --turns.kwargs; found {', '.join(kwargs)}, expected names of classes "
+            "that --turns.name names; leave them out"
         )
     return chosen
+
+
+def _add_interaction(
+    chosen: dict[str, type[Environment]], kind: type, tools: Sequence[Any], kwargs: dict[str, Any], path: str
+) -> None:
+    """Makes an environment of a class of verl's shape, by the name that rows ask for. Raises StartError."""
+    name = interaction_name(kind, kwargs.get(kind.__name__, {}))
+    if name in chosen:
+        raise StartError(
+            f"two environments of one name; {kind.__name__} of --turns.path {path}; found {name} twice, expected each "
+            f'name once; give it another: --turns.kwargs \'{{"{kind.__name__}": {{"config": {{"name": ...}}}}}}\''
+        )
+    made = _made(kind, kwargs | {kind.__name__: _named(kind, kwargs.get(kind.__name__, {}), name)}, path)
+    chosen[name] = type(name, (Interaction,), {"tools": tools, "interaction": made})
+
+
+def _named(kind: type, options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What it is made with; its config, if it takes one, has its name, as in verl."""
+    takes = arguments_of(kind)
+    if takes is not None and "config" not in takes:
+        return dict(options)
+    return {**options, "config": {**(options.get("config") or {}), "name": name}}
 
 
 class _Tools(Environment):
@@ -111,15 +142,20 @@ def _is_tool(value: Any) -> bool:
     return inspect.isfunction(value) or (inspect.isclass(value) and is_class_tool(value))
 
 
+_KINDS = (_is_environment, _is_tool, is_interaction)
+
+
 def _made(kind: type, kwargs: dict[str, Any], path: str) -> Any:
-    """The object of a class of tools that this process has. Raises StartError."""
+    """The object of a class of verl's shape that this process has. Raises StartError."""
     try:
         return make_tool(kind, kwargs.get(kind.__name__, {}))
     except Exception as error:
+        what, takes = ("a tool", "config and tool_schema") if is_class_tool(kind) else ("an interaction", "config")
+        example = ", ".join(f'"{name}": {{...}}' for name in takes.split(" and "))
         raise StartError(
-            f"a tool cannot be made; {kind.__name__} of --turns.path {path}; found {error_in_words(error)}, expected a "
-            "constructor that takes config and tool_schema, or nothing; give them as --turns.kwargs "
-            f'\'{{"{kind.__name__}": {{"config": {{...}}, "tool_schema": {{...}}}}}}\''
+            f"{what} cannot be made; {kind.__name__} of --turns.path {path}; found {error_in_words(error)}, expected a "
+            f"constructor that takes {takes}, or nothing; give them as --turns.kwargs "
+            f"'{{\"{kind.__name__}\": {{{example}}}}}'"
         ) from error
 
 
@@ -132,6 +168,7 @@ def describe(kind: type[Environment]) -> dict[str, Any]:
     return {
         "instant": kind.instant, "replayable": kind.replayable, "scores": scores, "tools": schemas,
         "takes": {schema["function"]["name"]: it for schema, it in zip(schemas, takes, strict=True)},
+        "is_user": issubclass(kind, Interaction),
     }  # fmt: skip
 
 
@@ -228,7 +265,7 @@ class _Server:
     async def _step(self, key: Any, payload: dict[str, Any], calls: "_WorkerCalls") -> dict[str, Any]:
         env = self.episodes[key]
         reply = Reply(**{**payload, "calls": [Call(**call) for call in payload["calls"]]})
-        grace_s = GRACE_S if type(env).step is Environment.step else 0.0
+        grace_s = GRACE_S if type(env).step in (Environment.step, Interaction.step) else 0.0
         found = read_observation(await calls.run(env.step, reply, instant=env.instant, grace_s=grace_s))
         return {**found, "metrics": {**dict([*calls.measured.items()][:MAX_METRICS]), **found["metrics"]}}
 
@@ -242,11 +279,16 @@ class _Server:
 
     async def _close(self, key: Any, payload: None, calls: "_WorkerCalls") -> None:
         env = self.episodes.pop(key, None)
-        for name, tool in ({} if env is None else env.bound).items():
+        if env is None:
+            return
+        ends = {f"the tool {name} is not released": partial(tool.release, calls) for name, tool in env.bound.items()}
+        if type(env).close is not Environment.close:
+            ends[f"{type(env).__name__}.close fails"] = partial(calls.run, env.close, instant=env.instant)
+        for what, end in ends.items():
             try:
-                await tool.release(calls)
+                await end()
             except Exception as error:  # nobody waits for an answer
-                print(f"the tool {name} is not released: {error_in_words(error)}")
+                print(f"{what}: {error_in_words(error)}")
 
 
 class _WorkerCalls(Calls):

@@ -1,4 +1,4 @@
-"""What a fast path needs of vLLM, and whether the installed vLLM has it. Nothing here needs a GPU.
+"""What is needed of vLLM, and whether the installed vLLM has it. Nothing here needs a GPU.
 
 A path declares every callable that it calls or replaces, every field that it reads or writes, and the versions that it
 was tested with. They are looked up when an engine is built; where one is not there, the path is not installed.
@@ -6,7 +6,7 @@ was tested with. They are looked up when an engine is built; where one is not th
 
 import dis
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -76,6 +76,18 @@ class Has:
                 raise Unmet(f"found no {_name(self.where)}.{name}, expected one")
 
 
+def first_unmet(needs: Iterable[Need]) -> str | None:
+    """`found ..., expected ...` of the first need that is not met; None where all are."""
+    for need in needs:
+        try:
+            need.check()
+        except Unmet as unmet:
+            return str(unmet)
+        except Exception as error:  # whatever another version does where one looks
+            return f"found {type(error).__name__}: {' '.join(str(error).split())[:200]}, expected {need.where}"
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class FastPath:
     """A way of ours in place of one of vLLM's, which does the same more slowly."""
@@ -95,14 +107,9 @@ class FastPath:
     """What the path does otherwise than vLLM's own way, in an engine that was just built; None: nothing."""
 
     def unmet(self) -> str | None:
-        """`found ..., expected ...` of the first need that is not met; None where all are."""
-        for need in self.needs:
-            try:
-                need.check()
-            except Unmet as unmet:
-                return str(unmet)
-            except Exception as error:  # whatever another version does where one looks
-                return f"found {type(error).__name__}: {' '.join(str(error).split())[:200]}, expected {need.where}"
+        """`found ..., expected ...` of the first need that is not met, or of the version; None where all is well."""
+        if unmet := first_unmet(self.needs):
+            return unmet
         found = vllm_version()
         if ".".join(found.split(".")[:2]) in self.tested:
             return None
@@ -137,7 +144,7 @@ def _find(where: str) -> Any:
     except Exception as error:  # a module's own imports may fail in any way
         raise Unmet(f"found no module {module} ({type(error).__name__}), expected one") from error
     try:
-        for name in names.split("."):
+        for name in names.split(".") if names else ():
             found = getattr(found, name)
     except AttributeError as error:
         raise Unmet(f"found no {_name(where)}, expected one") from error
@@ -164,7 +171,8 @@ def _fields(owner: Any) -> set[str]:
 
 def _name(where: str) -> str:
     module, _, names = where.partition(":")
-    return names if "." in names else f"{module.rpartition('.')[2]}.{names}"
+    last = module.rpartition(".")[2]
+    return names if "." in names else f"{last}.{names}" if names else last
 
 
 def _in_words(signature: inspect.Signature) -> str:
