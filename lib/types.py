@@ -75,6 +75,8 @@ class Rollout:
     """(place in response_ids of a turn's last sampled token, what the environment gave for that turn)."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Sums over its turns: tool calls, what went wrong with them, what the environment measured."""
+    answers: list[dict[str, Any]] = field(default_factory=list)
+    """For people, of each turn that was answered: `calls` (name, arguments, error) and the answer's `seconds`."""
 
     @property
     def is_truncated(self) -> bool:

@@ -270,6 +270,7 @@ def test_tools_are_called_and_what_goes_wrong_is_told_to_the_model(file):
         table.answer()
         rollout, answer = table.play(rollout, CALL % ("add", '{"a": 2, "b": 3}'))
         assert "<tool_response>\n5\n</tool_response>" in text_of(answer) and answer.metrics["calls"] == 1
+        assert answer.told["calls"] == [{"name": "add", "arguments": {"a": 2, "b": 3}}] and answer.told["seconds"] > 0
         wrong = [
             (CALL % ("add", '{"a": 2}'), "missing a required argument", "bad_calls"),
             (CALL % ("nix", "{}"), "there is no tool 'nix'", "bad_calls"),
@@ -279,6 +280,7 @@ def test_tools_are_called_and_what_goes_wrong_is_told_to_the_model(file):
         for text, told, count in wrong * 2:
             rollout, answer = table.play(rollout, text)
             assert told in text_of(answer) and answer.metrics[count] == 1
+            assert ("error" in answer.told["calls"][0]) == ("JSON" in told or "no tool" in told)
             rollout = table_begin(table, rollout.index + 1)
         assert len(table.said) == 1 and "the index is gone" in table.said[0] and "game.py" in table.said[0]
         three = CALL % ("add", '{"a": 1, "b": 1}') + CALL % ("add", '{"a": 2, "b": 2}') + CALL % ("add", "{}")
@@ -287,6 +289,7 @@ def test_tools_are_called_and_what_goes_wrong_is_told_to_the_model(file):
         assert answer.metrics["calls"] == 3 and answer.metrics["bad_calls"] == 1
         _, over = table.play(rollout, "The sum is 5.")
         assert over.finish_reason == "stop" and over.score is None  # the reward function scores
+        assert over.told["calls"] == []
         rollout, answer = table.play(table_begin(table, 90), CALL % ("leak", '{"size": 10000000}'))
         assert answer.metrics["truncated_observations"] == 1 and len(answer.ids) < 200
 

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers.utils import get_json_schema
 
 from lib.algorithms.advantages import ADVANTAGES
 from lib.algorithms.aggregation import LossAggMode
@@ -23,19 +25,23 @@ from lib.errors import UserError
 from lib.launch.checks import check_launch
 from lib.tracking.run_folder import read_metrics
 from recipes import plot_algorithms
+from recipes.calculator import calculate
 from recipes.prepare_gsm8k import to_row
 from tests.ranks import LIMIT_S, ROOT, torchrun
+from tests.tool_caller import make_caller
 
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "remax", "ppo")
 FULL_SIZE = [f"{name}_qwen3_1_7b_gsm8k" for name in ALGORITHMS]
+OF_TOOLS = ["tools_qwen3_1_7b_gsm8k"]
 OF_ADAPTERS = ["lora_qwen3_4b_gsm8k", "lora_qwen3_8b_gsm8k"]
 TINY = [*(f"{name}_tiny_arithmetic" for name in (*ALGORITHMS, "lora", "pissa")), "example_custom_everything"]
 SMALL = [f"{name}_smollm2_words" for name in ("grpo", "dr_grpo", "dapo", "ppo", "permuted")]
 GAMES = ["tools_tiny_calculator", "turns_tiny_guess", "turns_tiny_retry"]
 RANKS = {
-    **dict.fromkeys(FULL_SIZE, 8), **dict.fromkeys(OF_ADAPTERS, 1), **dict.fromkeys(TINY, 2), **dict.fromkeys(SMALL, 1),
-    **dict.fromkeys(GAMES, 2),
+    **dict.fromkeys(FULL_SIZE + OF_TOOLS, 8), **dict.fromkeys(OF_ADAPTERS, 1), **dict.fromkeys(TINY, 2),
+    **dict.fromkeys(SMALL, 1), **dict.fromkeys(GAMES, 2),
 }  # fmt: skip
+QUESTION = "What is 3 times 4?"
 ACCURACY = "val-core/arithmetic/acc/mean@1"
 
 
@@ -67,7 +73,7 @@ def test_a_docstring_says_how_to_run_the_recipe(name):
     text = load(name).__doc__
     assert f"torchrun --nproc_per_node={RANKS[name]} -m recipes.{name}\n" in text
     assert "https://arxiv.org/abs/" in text or name.startswith("example")
-    assert name not in FULL_SIZE + OF_ADAPTERS or "no score is claimed" in " ".join(text.split())
+    assert name not in FULL_SIZE + OF_TOOLS + OF_ADAPTERS or "no score is claimed" in " ".join(text.split())
 
 
 def test_no_two_recipes_write_to_one_run_folder():
@@ -100,7 +106,8 @@ def test_the_full_size_recipes_stop_at_the_missing_model_alone(tmp_path):
         *("--model.path", str(tmp_path / "nothing"), "--data.train-files", str(tmp_path / "train.parquet")),
         *("--data.val-files", str(tmp_path / "test.parquet"), "--run-dir", str(tmp_path / "run")),
     ]
-    cases = {name: {"words": words, "env": {}, "recipe": f"recipes.{name}"} for name in FULL_SIZE + OF_ADAPTERS}
+    names = FULL_SIZE + OF_TOOLS + OF_ADAPTERS
+    cases = {name: {"words": words, "env": {}, "recipe": f"recipes.{name}"} for name in names}
     done = subprocess.run(
         [sys.executable, "-m", "tests.bad_input_worker"], input=json.dumps(cases), cwd=ROOT, capture_output=True,
         text=True, timeout=LIMIT_S,
@@ -161,6 +168,42 @@ def test_a_tiny_recipe_trains_two_steps(name, tiny_task, tmp_path):
         # GSPO clips whole responses: of a small mini-batch sometimes all, on some processors, and nothing is to learn.
         assert row["actor/skipped_updates"] <= (name == "gspo_tiny_arithmetic")
         assert row["training/rollout_log_probs_diff/max"] < 1e-3
+
+
+@pytest.mark.slow
+def test_the_recipe_with_a_tool_trains_two_steps_on_what_the_tool_said(tmp_path):
+    rows = [to_row({"question": QUESTION, "answer": "#### 12"}, split="train", index=index) for index in range(8)]
+    write_rows(tmp_path / "rows.parquet", rows)
+    question = rows[0]["prompt"][0]["content"]
+    config = load(OF_TOOLS[0]).config
+    model = make_caller(
+        tmp_path / "model", question, get_json_schema(calculate), {"expression": "3*4"}, "#### 12",
+        template=config.data.chat_template_kwargs,
+    )  # fmt: skip
+    words = [
+        *("--model.path", str(model), "--data.train-files", str(tmp_path / "rows.parquet"), "--num-steps", "2"),
+        *("--data.val-files", str(tmp_path / "rows.parquet"), "--prompts-per-step", "4", "--mini-batch-size", "32"),
+        *("--rollout.max-response-len", "256", "--rollout.gpu-memory-utilization", "0.1", "--tracking.rollouts-every"),
+        *("1", "--rollout.max-num-batched-tokens", "4096", "--run-dir", str(tmp_path / "run")),
+    ]
+    done = torchrun(1, "-m", f"recipes.{OF_TOOLS[0]}", *words)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    before, *steps = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in steps] == [1, 2] and "val-core/openai/gsm8k/reward/mean@1" in before
+    for row in steps:
+        assert row["turns/calls_per_episode"] > 0.25 and row["training/rollout_log_probs_diff/max"] < 1e-3
+    episodes = [
+        json.loads(turns)
+        for row in pq.read_table(tmp_path / "run" / "rollouts" / "step_1.parquet").to_pylist()
+        for turns in row["turns"]
+    ]
+    told = [(turns[0]["calls"], turns[1]) for turns in episodes if len(turns) > 1 and "error" not in turns[1]["text"]]
+    assert len(episodes) == 32 and told
+    for calls, observed in told:
+        texts = [calculate(**call["arguments"]) for call in calls]
+        assert observed["role"] == "tool" and observed["name"] == "calculate" and observed["text"] == texts[0]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "calls calculate(" in page and "observed, tool calculate" in page and "turns/calls_per_episode" in page
 
 
 # ---- The picture ----

@@ -55,7 +55,7 @@ def step_metrics(step):
     }  # fmt: skip
 
 
-def write_run(folder, *, num_steps=3, config=None, samples=lambda step: [row()], **options):
+def write_run(folder, *, num_steps=3, config=None, samples=lambda step: [row()], metrics=step_metrics, **options):
     """A run's life with a validation every step; its page."""
     cfg = GRPOConfig()
     with Run(folder, TrackingConfig(), SINGLE, config=to_json(cfg) | (config or {}), num_steps=num_steps,
@@ -63,7 +63,7 @@ def write_run(folder, *, num_steps=3, config=None, samples=lambda step: [row()],
         for step in range(num_steps + 1):
             run.save_tokens(step, samples(step))
             core = {"val-core/s/acc/mean@1": step / 4, "val-aux/s/repetition/mean@1": 0.125}
-            run.log(step, core | (step_metrics(step) if step else {}))
+            run.log(step, core | (metrics(step) if step else {}))
             assert (folder / "report.html").exists()
         run.finish()
     return (folder / "report.html").read_text()

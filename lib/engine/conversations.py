@@ -43,6 +43,8 @@ class Answer:
     """Of the episode that is over; None: the reward function's affair."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Added to the episode's."""
+    told: Mapping[str, Any] | None = None
+    """Of the last turn, an entry of `Rollout.answers`; None: it was not answered."""
 
 
 class Answers(Protocol):
@@ -233,6 +235,8 @@ def _answered(rollout: Rollout, answer: Answer) -> Rollout:
     if answer.reward is not None:
         at_last = (len(rollout.response_ids) - 1, answer.reward)
         rollout = replace(rollout, turn_rewards=[*rollout.turn_rewards, at_last])
+    if answer.told is not None:
+        rollout = replace(rollout, answers=[*rollout.answers, dict(answer.told)])
     if answer.prompt_ids is not None:
         sample = replace(rollout.sample, prompt_ids=list(answer.prompt_ids))
         rollout = replace(rollout, sample=sample, observed=[(0, dict(message)) for message in answer.messages])

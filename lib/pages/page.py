@@ -108,15 +108,16 @@ addEventListener('scroll', hide, {passive: true});
 """
 
 
-def render(title: str, body: Sequence[str]) -> str:
-    """The page as text: its parts, which are HTML already, below the title, which is not."""
+def render(title: str, body: Sequence[str], *, style: str = "") -> str:
+    """The page as text: its parts, which are HTML already, below the title, which is not. `style`: what they need
+    beside what all pages have."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     parts = [
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
+        f"<title>{escape(title)}</title><style>{STYLE}{style}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
         *body,
         f"<script>{SCRIPT}</script></body></html>\n",

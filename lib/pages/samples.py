@@ -1,14 +1,24 @@
-"""Responses as a page shows them: side by side below their prompt, token by token under a mouse or a finger."""
+"""Responses as a page shows them: side by side below their prompt, token by token under a mouse or a finger.
+
+An episode is shown turn by turn: what was sampled as a response is, then its calls, then, indented behind a line of its
+own colour, what was observed.
+"""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lib.pages.page import cut, escape
 
 Row = Mapping[str, Any]
-"""A shown sample, as lib/tracking/run.py's `save_tokens` describes it."""
+"""A shown sample, as lib/rollouts/shown_samples.py describes it."""
+TURNS_STYLE = """.turn { border-left: 3px solid var(--c0); padding-left: .6rem; margin: .5rem 0 }
+.observed { border-left: 3px dashed var(--c1); padding-left: .6rem; margin: .5rem 0 .5rem 1.2rem }
+.observed pre { background: none; border: 1px dashed var(--rule) }
+.call { font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; margin: .2rem 0 }
+"""
+SLOW_S = 1.0  # an answer that took longer stands out
 
 
 def side_by_side(columns: Sequence[str]) -> str:
@@ -28,7 +38,10 @@ def response_box(name: str, row: Row | None) -> str:
         return f'<p><b>{escape(name)}</b></p><p class="note">no response</p>'
     score = "no score" if row["score"] is None else f"score {row['score']:g}"
     told = [f"{row['num_tokens']} tokens", str(row["finish_reason"])]
-    advantages = [value for value in row["advantages"] or () if value is not None]
+    pieces = [turn for turn in row["turns"] if "first" in turn] if "turns" in row else [row]
+    if "turns" in row:
+        told.insert(0, counted(row["num_turns"], "turn"))
+    advantages = [value for piece in pieces for value in piece["advantages"] or () if value is not None]
     if advantages:
         told.append(f"advantage {math.fsum(advantages) / len(advantages):.3g}")
     if row["error"]:
@@ -36,7 +49,72 @@ def response_box(name: str, row: Row | None) -> str:
     kind = "" if row["score"] is None else ' class="good"' if row["score"] > 0 else ' class="bad"'
     return (
         f"<p><b>{escape(name)}</b> <span{kind}>{escape(score)}</span> <small>{escape(', '.join(told))}</small></p>"
-        f"<pre>{_tokens(row)}</pre>"
+        f"{_turns(row) if 'turns' in row else f'<pre>{_tokens(row)}</pre>'}"
+    )
+
+
+def style_of(rows: Iterable[Row]) -> str:
+    """What a page's style has beside its own to show these; nothing where none is an episode."""
+    return TURNS_STYLE if any("turns" in row for row in rows) else ""
+
+
+def counted(count: int, what: str) -> str:
+    """As 1 turn, 2 turns."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def call_in_words(call: Mapping[str, Any]) -> str:
+    """As Python writes a call, its arguments as JSON."""
+    given = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in call["arguments"].items())
+    return f"{call['name'] or '?'}({given})"
+
+
+def _turns(row: Row) -> str:
+    """An episode's entries, the model's turns numbered."""
+    parts, number = [], 0
+    for entry in row["turns"]:
+        if entry["role"] == "assistant":
+            number += 1
+            parts.append(_sampled(f"turn {number}", entry))
+        elif entry["role"] == "left out":
+            parts.append(f'<p class="note">... {counted(entry["count"], "message")} left out ...</p>')
+            number = row["num_turns"] - sum(it["role"] == "assistant" for it in row["turns"]) + number
+        else:
+            parts.append(_observed(entry))
+    return "".join(parts)
+
+
+def _sampled(name: str, turn: Row) -> str:
+    told = [f"assistant, {counted(turn['num_tokens'], 'token')}"]
+    if "reward" in turn:
+        told.append(f"reward {turn['reward']:g}")
+    if "answer_s" in turn:
+        told.append(f"answered in {seconds_in_words(turn['answer_s'])}")
+    slow = ' class="bad"' if turn.get("answer_s", 0) > SLOW_S else ""
+    calls = "".join(_call(call) for call in turn["calls"])
+    return (
+        f'<div class="turn"><small><b>{escape(name)}</b> <span{slow}>{escape(", ".join(told))}</span></small>'
+        f"<pre>{_tokens(turn)}</pre>{calls}</div>"
+    )
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Two digits of them, in ms below a tenth of one."""
+    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    error = f' <span class="bad">not made: {escape(cut(str(call["error"]), 300))}</span>' if "error" in call else ""
+    return f'<p class="call">calls {escape(cut(call_in_words(call), 1000))}{error}</p>'
+
+
+def _observed(entry: Row) -> str:
+    """What a tool or the user said; what our own words call an error stands out."""
+    name = f" {entry['name']}" if "name" in entry else ""
+    bad = ' class="bad"' if entry["role"] == "tool" and entry["text"].startswith("error: ") else ""
+    return (
+        f'<div class="observed"><small>observed, {escape(entry["role"] + name)}</small>'
+        f"<pre{bad}>{escape(cut(entry['text']))}</pre></div>"
     )
 
 

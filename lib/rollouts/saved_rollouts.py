@@ -6,6 +6,7 @@ uid, step, prompt_length                                         numbers
 responses, scores, finish_reasons, response_lengths              lists with an entry a response, as eval.py's
 advantages      the same: the mean over the response's tokens that train; null: none does
 extras, errors  the same: what the reward function returned beside the score, as JSON; why there is no score
+turns           of episodes: the same, as JSON what lib/rollouts/episode_turns.py says
 
 Four of these responses are kept token by token too, for report.html (lib/rollouts/shown_samples.py).
 """
@@ -18,6 +19,7 @@ from lib.data.faults import short
 from lib.data.parquet import to_parquet
 from lib.data.prompts import Prompts
 from lib.data.tokenizer import text_of
+from lib.rollouts.episode_turns import turns_of
 from lib.rollouts.shown_samples import training_rows
 from lib.rollouts.validation import rows_to_show
 from lib.secret_values import blank
@@ -44,7 +46,7 @@ def save_rollouts(
     if every == 0 or (step > 1 and step % every):
         return {}
     start = time.perf_counter()
-    described = {(r.sample.uid, r.index): _describe(r, text_of(tokenizer, r)) for r in rollouts}
+    described = {(r.sample.uid, r.index): _describe(r, tokenizer) for r in rollouts}
     gathered = run.world.gather_to_rank_0((described, _mean_advantages(batch)))
     entries = {place: entry for of_rank, _ in gathered for place, entry in of_rank.items()}
     for _, of_rank in gathered:
@@ -60,10 +62,11 @@ def save_rollouts(
     return {"timing_s/dump_rollout_generations": time.perf_counter() - start}
 
 
-def _describe(rollout: Rollout, text: str) -> dict[str, Any]:
+def _describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
     """A response's prompt, and its entry in each of the lists but the advantages', which another rank may have."""
     score = rollout.score
-    texts = blank({"responses": text, "extras": to_json(score.extras), "errors": score.error})
+    texts = {"responses": text_of(tokenizer, rollout), "extras": to_json(score.extras), "errors": score.error}
+    texts = blank(texts | ({"turns": to_json(turns_of(rollout, tokenizer))} if rollout.spans else {}))
     return {
         "place": rollout.sample.place,
         "scores": score.score,
@@ -96,7 +99,8 @@ def _to_parquet(step: int, groups: Mapping[int, list[dict[str, Any]]], prompts: 
         "step": pa.array([step] * len(groups), pa.int64()),
         "prompt_length": pa.array([len(prompts.token_ids[place]) for place in places], pa.int32()),
     }
-    for name, kind in ENTRIES.items():
+    of_episodes = {"turns": "string"} if any("turns" in group[0] for group in groups.values()) else {}
+    for name, kind in (ENTRIES | of_episodes).items():
         values = [[entry[name] for entry in group] for group in groups.values()]
         ours[name] = pa.array(values, pa.list_(pa.type_for_alias(kind)))
     needed = ["prompt", "data_source", "ability", "reward_model"]

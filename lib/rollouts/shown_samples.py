@@ -10,6 +10,10 @@ texts       its tokens, special ones too: of a long response the first 320 and t
 left_out    [place among these, how many tokens are missing there], or null
 log_probs   of each of these tokens, as the engine reported it; null: not reported
 advantages  the same in training, null for a token that does not train; null in validation
+num_turns   of an episode: the model's turns
+turns       of an episode: what lib/rollouts/episode_turns.py says, in place of a turn's text its texts, left_out,
+            log_probs and advantages, and `first`, its first token's place in the response; in the middle of many turns
+            an entry {"role": "left out", "count": entries}. The episode's own lists are empty then.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,11 +23,13 @@ from typing import Any
 from lib.data.tokenizer import decode
 from lib.dist import World
 from lib.pages.page import cut
+from lib.rollouts.episode_turns import described
 from lib.secret_values import blank
 from lib.types import Batch, Rollout
 
 VALIDATION_PROMPTS, TRAINING_PROMPTS = 4, 2
-HEAD, TAIL = 320, 80  # tokens that are kept of a response
+HEAD, TAIL = 320, 80  # tokens that are kept of a response, or of a turn
+ENTRIES = 24  # that are kept of an episode
 MOST_TOKENS_OF_A_CHARACTER = 4
 
 Place = tuple[int, int]
@@ -71,7 +77,7 @@ def training_rows(rollouts: Sequence[Rollout], batch: Batch, tokenizer: Any, wor
     for of_rank, trained in world.gather_to_rank_0((own, _advantages(batch, chosen))):
         rows |= of_rank
         advantages |= trained
-    return [rows[place] | {"advantages": _ends(advantages.get(place))} for place in sorted(rows)]
+    return [_with_advantages(rows[place], advantages.get(place)) for place in sorted(rows)]
 
 
 def _worst_and_best(entries: Sequence[tuple[int, int, str, float | None]]) -> set[Place]:
@@ -99,23 +105,59 @@ def _advantages(batch: Batch, chosen: set[Place]) -> dict[Place, list[float | No
     return found
 
 
+def _with_advantages(row: dict[str, Any], values: list[float | None] | None) -> dict[str, Any]:
+    """The row of a response with the advantages of all its tokens; None: it was not trained on."""
+    if "turns" not in row:
+        return row | {"advantages": _ends(values)}
+    turns = [
+        turn | {"advantages": _ends(values[turn["first"] : turn["first"] + turn["num_tokens"]])}
+        if "first" in turn and values is not None
+        else turn
+        for turn in row["turns"]
+    ]
+    return row | {"turns": turns}
+
+
 def _row(rollout: Rollout, tokenizer: Any, *, kind: str, temperature: float | None) -> dict[str, Any]:
     """What the file keeps of a response, but for the advantages."""
     sample, ids, score = rollout.sample, rollout.response_ids, rollout.score
-    texts: list[str] | None = _ends(token_texts(tokenizer, ids))
-    log_probs = rollout.rollout_log_probs
-    log_probs = None if log_probs is None else _ends([round(value, 4) for value in log_probs])
-    left_out = [HEAD, len(ids) - HEAD - TAIL] if len(ids) > HEAD + TAIL else None
-    whole = tokenizer.decode(ids)
-    if blank(whole) != whole:  # a secret may be spread over tokens, of which none is one
-        texts, log_probs, left_out = [cut(blank(whole))], None, None
+    about = {"num_turns": len(rollout.sampled_turns), "turns": _turns(rollout, tokenizer)} if rollout.spans else {}
     return {
         "kind": kind, "uid": sample.uid, "index": rollout.index, "data_source": sample.data_source,
         "temperature": temperature, "prompt": cut(blank(decode(tokenizer, sample.prompt_ids))),
         "ground_truth": cut(blank(str(sample.ground_truth)), 500), "score": score.score,
         "error": score.error and cut(blank(score.error), 500), "finish_reason": rollout.finish_reason,
-        "num_tokens": len(ids), "texts": texts, "left_out": left_out, "log_probs": log_probs, "advantages": None,
+        "num_tokens": len(ids), **_tokens(rollout, tokenizer, 0, 0 if about else len(ids)), "advantages": None, **about,
     }  # fmt: skip
+
+
+def _tokens(rollout: Rollout, tokenizer: Any, begin: int, end: int) -> dict[str, Any]:
+    """What is kept of the sampled tokens at these places: texts, left_out, log_probs."""
+    ids, log_probs = rollout.response_ids[begin:end], rollout.rollout_log_probs
+    texts: list[str] | None = _ends(token_texts(tokenizer, ids))
+    log_probs = None if log_probs is None else _ends([round(value, 4) for value in log_probs[begin:end]])
+    left_out = [HEAD, len(ids) - HEAD - TAIL] if len(ids) > HEAD + TAIL else None
+    whole = tokenizer.decode(ids)
+    if blank(whole) != whole:  # a secret may be spread over tokens, of which none is one
+        texts, log_probs, left_out = [cut(blank(whole))], None, None
+    return {"texts": texts, "left_out": left_out, "log_probs": log_probs}
+
+
+def _turns(rollout: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
+    """An episode's entries; of many the first and the last."""
+
+    def describe(begin: int, end: int) -> dict[str, Any]:
+        about = {"first": begin, "num_tokens": end - begin, "advantages": None}
+        return about | _tokens(rollout, tokenizer, begin, end)
+
+    entries = []
+    for entry in described(rollout, describe):
+        texts = {"text": cut(blank(entry["text"]))} if "text" in entry else {"calls": blank(entry.get("calls", []))}
+        entries.append(entry | texts)
+    if len(entries) <= ENTRIES:
+        return entries
+    left_out = {"role": "left out", "count": len(entries) - ENTRIES}
+    return [*entries[: ENTRIES // 2], left_out, *entries[-ENTRIES // 2 :]]
 
 
 def _ends(values: list[Any] | None) -> list[Any] | None:

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lib.data.tokenizer import text_of
+from lib.data.tokenizer import decode, text_of
 from lib.dist import World
 from lib.engine.rollout_config import LOWEST_TEMPERATURE, MAX_GROUP, RolloutConfig, Sampling
 from lib.engine.sampler import Sampler
 from lib.errors import Stopped, UserError, check_fields
 from lib.rewards.scoring import RewardConfig, Scorer, check_error_rate, error_counts
+from lib.rollouts.episode_turns import turns_of
 from lib.rollouts.shown_samples import VALIDATION_PROMPTS, first_prompts, keep_log_probs_of_shown, validation_rows
 from lib.rollouts.text_quality import quality_metrics, text_quality
 from lib.rollouts.validation_metrics import MAX_VARIABLES, limit_variables, validation_metrics
@@ -161,6 +162,7 @@ def _sample_and_score(
 
 def sample_row(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
     """What people are shown of a response, special tokens included."""
+    turns = {"num_turns": len(rollout.sampled_turns), "turns": turns_of(rollout, tokenizer)} if rollout.spans else {}
     return {
         "uid": rollout.sample.uid,
         "data_source": rollout.sample.data_source,
@@ -171,6 +173,7 @@ def sample_row(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
         "extras": rollout.score.extras,
         "error": rollout.score.error,
         "finish_reason": rollout.finish_reason,
+        **turns,
     }
 
 
@@ -181,7 +184,11 @@ def rows_to_show(rollouts: Sequence[Rollout], tokenizer: Any) -> list[dict[str, 
     chosen = choose_different(
         in_order, NUM_SHOWN, source_and_prompt=lambda r: (r.sample.data_source, tuple(r.sample.prompt_ids))
     )
-    return [
-        sample_row(r, tokenizer) | {"prompt": tokenizer.decode(r.sample.prompt_ids, skip_special_tokens=True)}
-        for r in chosen
-    ]
+    return [sample_row(r, tokenizer) | {"prompt": _asked(r, tokenizer)} for r in chosen]
+
+
+def _asked(rollout: Rollout, tokenizer: Any) -> str:
+    """The prompt's text; of an episode, whose prompt may be tools for the most part, the dataset's last message."""
+    if rollout.spans and rollout.sample.messages:
+        return str(rollout.sample.messages[-1]["content"])
+    return decode(tokenizer, rollout.sample.prompt_ids)

@@ -9,10 +9,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+from lib.pages.samples import call_in_words, counted
+
 T = TypeVar("T")
 
 VALIDATION_NAME = re.compile(r"val-core/(.+)/([^/]+)/((?:mean|best|maj)@\d+|greedy)(?:/mean)?")
 """A core validation metric: source, variable, statistic."""
+
+NUM_LINES = 8  # of an episode on the terminal
 
 # ---- What the terminal shows ----
 
@@ -60,14 +64,35 @@ def in_words(name: str, values: Sequence[tuple[int, float]]) -> str:
 
 
 def sample_lines(row: Mapping[str, Any], *, width: int) -> str:
-    """A prompt with its source, and below it the response with its score, each shortened to a line."""
+    """A prompt with its source, and below it the response with its score, each shortened to a line; an episode's turns,
+    calls and observations a line each."""
     prompt, response = " ".join(str(row["prompt"]).split()), repr(str(row["response"]))[1:-1]
     verdict = f"  (score {row['score']}, expected {shorten(str(row['ground_truth']), 30)}, {row['finish_reason']})"
     source = f"  {shorten(str(row['data_source']), 30)} | "
+    if "turns" in row:
+        lines = [f"    {shorten(line, width - 4)}" for line in _turn_lines(row["turns"])]
+        told = f"    = {counted(row['num_turns'], 'turn')}{verdict}"
+        return "\n".join([f"{source}{shorten(prompt, width - len(source))}", *lines, told])
     return (
         f"{source}{shorten(prompt, width - len(source))}\n"
         f"    -> {shorten(response, max(20, width - 7 - len(verdict)))}{verdict}"
     )
+
+
+def _turn_lines(turns: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What was sampled behind an arrow, what was observed behind its role; of many the first and the last lines."""
+    lines = []
+    for turn in turns:
+        text = repr(str(turn["text"]))[1:-1]
+        if turn["role"] == "assistant":
+            lines.append(f"-> {text}")
+            for call in turn.get("calls", ()):
+                lines.append(f"   calls {call_in_words(call)}{': ' + call['error'] if 'error' in call else ''}")
+        else:
+            lines.append(f"   {turn['role']}: {text}")
+    left_out = len(lines) - NUM_LINES
+    half = NUM_LINES // 2
+    return lines if left_out <= 0 else [*lines[:half], f"   ... {left_out} lines ...", *lines[-half:]]
 
 
 def choose_different(rows: Sequence[T], count: int, *, source_and_prompt: Callable[[T], tuple[Any, Any]]) -> list[T]:

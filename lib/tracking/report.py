@@ -14,7 +14,7 @@ from typing import Any
 from lib.errors import UserError, printable
 from lib.pages.charts import MOST_LINES, Series, line_chart, number, stacked_chart
 from lib.pages.page import escape, facts, render, table
-from lib.pages.samples import prompt_box, read_rows, response_box, side_by_side
+from lib.pages.samples import prompt_box, read_rows, response_box, side_by_side, style_of
 from lib.secret_values import blank, blank_message
 from lib.torchrun import command_words
 from lib.tracking.console import VALIDATION_NAME, validation_values
@@ -43,6 +43,22 @@ CHARTS = (
     ),
     ("Gradient norm", "before clipping", ["actor/grad_norm", "critic/grad_norm"]),
     ("Throughput", "tokens per second and rank", ["perf/throughput"]),
+    ("Messages", "of an episode: prompt, turns, observations", ["num_turns/mean", "num_turns/max", "num_turns/min"]),
+    ("Turns and calls", "of an episode, mean of the step", ["turns/per_episode", "turns/calls_per_episode"]),
+    (
+        "Calls that failed",
+        "of the step: not to be made, raised, too slow",
+        ["turns/bad_calls", "turns/tool_errors", "turns/tool_timeouts"],
+    ),
+    (
+        "Episodes in trouble",
+        "of the step: the environment failed, its worker was lost, an observation was cut",
+        ["turns/excluded", "turns/replayed", "turns/truncated_observations"],
+    ),
+    ("Cut off by the number of turns", "share of the step's episodes", ["turns/max_turns_ratio"]),
+    ("Time of an answer", "seconds", [f"turns/tool_latency_s/{name}" for name in ("p50", "p99", "max")]),
+    ("Waiting for answers", "share of the sampling", ["turns/waiting_share"]),
+    ("Prompts found in the cache", "share of the tokens before a further turn", ["turns/cached_prompt_ratio"]),
 )
 """Title, unit and metrics of each chart of training; docs/metrics.md defines them."""
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights",
@@ -133,7 +149,11 @@ def run_page(view: RunView, *, defaults: Mapping[str, Any], command: str) -> str
         table(["option", "this run", "default"], [(name, *values) for name, values in changed.items()], words=True),
         '<p class="note">All others are the defaults; config.json beside this page has each.</p>',
     ]
-    return blank(render(f"Run {view.name}", body))
+    return blank(render(f"Run {view.name}", body, style=_style([view])))
+
+
+def _style(views: Sequence[RunView]) -> str:
+    return style_of(row for view in views for rows in view.samples.values() for row in rows)
 
 
 def _charts(charts: Sequence[str]) -> str:
@@ -173,7 +193,7 @@ def _text_names(views: Sequence[RunView], variable: str) -> list[str]:
 def _training_charts(views: Sequence[RunView]) -> list[str]:
     """A chart per entry of CHARTS: of one run a line per metric, of several a line per run and a chart per metric."""
     charts = []
-    for title, note, names in CHARTS:
+    for title, note, names in (*CHARTS, *_measured_by_environments(views)):
         found = [name for name in names if any(_points(view.history, name) for view in views)]
         groups = [found] if len(views) == 1 else [[name] for name in found]
         for group in groups:
@@ -186,6 +206,15 @@ def _training_charts(views: Sequence[RunView]) -> list[str]:
             more = f", {group[0]}" if len(groups) > 1 else ""
             charts += [line_chart(title, note + more, series)] * bool(series)
     return charts
+
+
+def _measured_by_environments(views: Sequence[RunView]) -> list[tuple[str, str, list[str]]]:
+    """An entry as those of CHARTS for each turns/NAME that an environment or a tool has given."""
+    known = {name for _, _, names in CHARTS for name in names}
+    found = dict.fromkeys(name for view in views for row in view.history for name in row if name.startswith("turns/"))
+    return [
+        (name.removeprefix("turns/"), "of an episode, mean of the step", [name]) for name in found if name not in known
+    ]
 
 
 def _phases(history: History) -> list[str]:
@@ -298,7 +327,7 @@ def compare_page(folders: Sequence[Path]) -> str:
         "<h2>Options that differ</h2>",
         table(["option", *names], [(name, *values) for name, values in changed.items()], words=True),
     ]
-    return blank(render(f"Runs {', '.join(names)}", body))
+    return blank(render(f"Runs {', '.join(names)}", body, style=_style(views)))
 
 
 def _renamed(view: RunView, folder: Path, folders: Sequence[Path]) -> RunView:

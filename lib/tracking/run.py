@@ -206,14 +206,15 @@ class Run:
     def save_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Appends all ranks' sample rows (already gathered) to samples/step_N.jsonl.
 
-        Keys: uid, data_source, prompt, response, ground_truth, score, extras, finish_reason, temperature.
+        Keys: uid, data_source, prompt, response, ground_truth, score, extras, finish_reason, temperature; of an episode
+        num_turns, turns (lib/rollouts/episode_turns.py).
         """
         path = self.dir / "samples" / f"step_{step}.jsonl"
         self._on_rank_0(lambda: self._write((step, path, to_lines(rows))))
 
     def show_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Notes these rows, which `log` shows below the step's numbers: data_source, prompt, response, ground_truth,
-        score, finish_reason."""
+        score, finish_reason; of an episode turns."""
         self._samples += [
             sample_lines(row, width=self.terminal.width) for row in blank(rows)
         ]  # while secrets are whole

@@ -40,7 +40,10 @@ class _Episode:
     """Why it is over; then its score is awaited."""
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    """Both for the next answer."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Of the turn that is being answered, as people are told of them."""
+    told: dict[str, Any] | None = None
+    """All four for the next answer."""
 
 
 class Dialogue:
@@ -102,6 +105,7 @@ class Dialogue:
         turns = rollout.sampled_turns
         reply = self._reply(episode, turns[-1], len(turns) - 1)
         episode.metrics["calls"] = float(len(reply["calls"]))
+        episode.calls = [{name: it for name, it in call.items() if it is not None} for call in reply["calls"]]
         self._call(episode, "step", reply)
 
     def end(self, rollout: Rollout) -> None:
@@ -207,6 +211,7 @@ class Dialogue:
         counts = {name: float(getattr(result, name)) for name in ("bad_calls", "tool_errors", "tool_timeouts")}
         episode.metrics |= {**measured, **counts}
         episode.reward = value["reward"]
+        episode.told = {"calls": episode.calls, "seconds": round(result.seconds, 6)}
         if value["done"]:
             self._finish(episode, "stop")
         elif len(episode.rollout.sampled_turns) >= self.cfg.max_turns:
@@ -255,8 +260,9 @@ class Dialogue:
 
     def _answer(self, episode: _Episode, **answer: Any) -> None:
         uid, index = episode.rollout.sample.uid, episode.rollout.index
-        self._ready.append(Answer(uid=uid, index=index, reward=episode.reward, metrics=episode.metrics, **answer))
-        episode.reward, episode.metrics = None, {}
+        of_turn = {"reward": episode.reward, "metrics": episode.metrics, "told": episode.told}
+        self._ready.append(Answer(uid=uid, index=index, **of_turn, **answer))
+        episode.reward, episode.metrics, episode.told = None, {}, None
 
     def _over(self, episode: _Episode, finish_reason: str, *, score: Score | None = None) -> None:
         self._answer(episode, finish_reason=finish_reason, score=score)

@@ -1,0 +1,41 @@
+"""An episode as people are shown it: turn by turn, what was sampled apart from what was observed.
+
+A list of entries in order, each with a `role`:
+assistant   text (as sampled, special tokens too), num_tokens; where it was answered answer_s (seconds) and calls
+            (name, arguments, error: why it could not be made); where the environment gave one for this turn, reward
+tool, user  text, name (the tool's): what was observed, as the model was told it
+"""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+from lib.types import Rollout
+
+
+def turns_of(rollout: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
+    """The entries of an episode; none for a response that nothing could have answered."""
+    return described(rollout, lambda begin, end: _text(tokenizer, rollout.response_ids[begin:end]))
+
+
+def described(rollout: Rollout, describe: Callable[[int, int], dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, with what `describe` says of sampled tokens by their places (begin, end) in place of their text."""
+    ends = [0, *accumulate(rollout.spans)]
+    rewards = dict(rollout.turn_rewards)
+    entries: list[dict[str, Any]] = []
+    for turn, (begin, end) in enumerate(zip(ends[::2], ends[1::2], strict=False)):
+        told = rollout.answers[turn] if turn < len(rollout.answers) else None
+        about = {} if told is None else {"answer_s": told["seconds"], "calls": told["calls"]}
+        about |= {"reward": rewards[end - 1]} if end - 1 in rewards else {}
+        entries.append({"role": "assistant", **describe(begin, end), **about})
+        entries += [_observed(message) for after, message in rollout.observed if after == turn + 1]
+    return entries
+
+
+def _text(tokenizer: Any, ids: list[int]) -> dict[str, Any]:
+    return {"text": tokenizer.decode(ids), "num_tokens": len(ids)}
+
+
+def _observed(message: dict[str, Any]) -> dict[str, Any]:
+    named = {"name": message["name"]} if message.get("name") else {}
+    return {"role": message["role"], **named, "text": message["content"]}
