@@ -188,7 +188,7 @@ def test_a_line_without_end_is_refused_within_bounded_memory(tmp_path):
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        (gzip.compress(json.dumps(BARE).encode()), ["a gzip file", "gunzip"]),
+        (gzip.compress(json.dumps(BARE).encode(), mtime=0), ["a gzip file", "gunzip"]),
         (json.dumps([BARE]), ["a JSON array", "jq -c"]),
         (json.dumps(BARE).encode("utf-16"), ["UTF-16", "iconv"]),
         ("prompt,answer\n1 + 1,2\n", ["line 1 column 1", "no JSON"]),
