@@ -212,6 +212,18 @@ def test_of_many_calls_in_a_process_that_ends_only_those_that_end_it_fail(path):
             assert ask(it, "step", key, reply("5")).value["messages"][0]["content"].startswith("2: ")
 
 
+def test_turns_that_wait_for_a_thread_have_their_whole_time(path):
+    with hub(path, "Guess", "Waits", concurrency=1) as made:
+        for key in range(10):
+            reset(made, key)
+        start = time.monotonic()
+        for key in range(10):
+            made.call("step", key, reply("slow"))
+        assert {it.error for it in results(made, 10).values()} == {None} and made.num_replaced == 0
+        assert time.monotonic() - start >= 10 * 0.3  # one after the other: longer than the limit of each
+        assert made.about["Guess"].in_threads and not made.about["Waits"].in_threads
+
+
 def test_an_environment_that_cannot_be_replayed_fails_when_its_worker_is_lost(path):
     with hub(path, "Once") as it:
         for key in ("bad", "idle"):

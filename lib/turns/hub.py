@@ -4,6 +4,7 @@ An episode stays with its worker, which keeps its environment. A worker that doe
 is replaced; one that says it is stuck, in a thread that goes on for ever, is replaced too, gets no new episode and ends
 with its last one. Episodes that lose their worker are replayed on another one: their environment is reset with
 the same seed and gets the same replies again. Where that gives other answers (`replayable` is False) they have failed.
+A call that would wait for a thread waits here, where its time does not run.
 A process that ends does not say by whose call: each call in it is made again, alone in a process, and has failed if
 that ends too.
 """
@@ -47,6 +48,8 @@ class About:
     """By tool, the arguments that a row may give it; None: any."""
     is_user: bool = False
     """Whether it answers as a user although it has tools."""
+    in_threads: bool = True
+    """Whether anything of it runs in threads, of which a worker has not as many as one likes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +132,7 @@ class Hub(WorkerPool[_TurnsWorker]):
         """Of the environments' file."""
         spec = {
             "path": str(path), "source": source, "names": cfg.name, "kwargs": dict(cfg.kwargs),
-            "timeout_s": cfg.timeout_s, "concurrency": cfg.concurrency, "describe": about is None,
+            "timeout_s": cfg.timeout_s, "describe": about is None,
             "log_path": os.devnull if log_path is None else str(log_path),
         }  # fmt: skip
         self._spec = frame(pickle.dumps(spec))
@@ -222,7 +225,9 @@ class Hub(WorkerPool[_TurnsWorker]):
             return
         if episode.is_suspect and worker.reserved_for is None:
             worker.reserved_for = key
-        if worker.reserved_for is None or (worker.reserved_for == key and not worker.calls):
+        kind = self.about[(episode.history or episode.open)[0].payload["kind"]]
+        has_room = not kind.in_threads or len(worker.calls) < self._cfg.concurrency
+        if (has_room and worker.reserved_for is None) or (worker.reserved_for == key and not worker.calls):
             self._held.pop(key, None)
             worker.calls[call.job] = (key, time.monotonic() + self._cfg.timeout_s + GRACE_S)
             self._post(worker, frame(pickle.dumps((call.job, call.verb, key, call.payload))))

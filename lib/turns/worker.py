@@ -42,6 +42,7 @@ MODULE = "turns_file"
 MAX_CHARS = 200_000  # of a message; far above what fits a response
 MAX_MESSAGES = 100
 MAX_METRICS = 100
+MAX_THREADS = 4096  # the hub bounds what runs in them; one is made where none is idle
 GRACE_S = 1.0  # by which a step of tools may overrun the limit of each of them
 
 
@@ -165,8 +166,11 @@ def describe(kind: type[Environment]) -> dict[str, Any]:
     schemas = [_schema(tool) for tool in kind.tools]
     takes = [None if is_class_tool(tool) else arguments_of(tool) for tool in kind.tools]
     scores = kind.score is not Environment.score
+    own = [it for name in ("reset", "step", "score") if (it := getattr(kind, name)) is not getattr(Environment, name)]
+    own += [tool.execute if is_class_tool(tool) else tool for tool in kind.tools]
     return {
         "instant": kind.instant, "replayable": kind.replayable, "scores": scores, "tools": schemas,
+        "in_threads": not kind.instant and not all(map(inspect.iscoroutinefunction, own)),
         "takes": {schema["function"]["name"]: it for schema, it in zip(schemas, takes, strict=True)},
         "is_user": issubclass(kind, Interaction),
     }  # fmt: skip
@@ -209,7 +213,7 @@ class _Server:
         self.kinds, self.timeout_s, self.kwargs = kinds, spec["timeout_s"], spec["kwargs"]
         self.requests, self.replies = requests, replies
         self.episodes: dict[Any, Environment] = {}
-        self.threads = ThreadPoolExecutor(spec["concurrency"], "turns")
+        self.threads = ThreadPoolExecutor(MAX_THREADS, "turns")
         self.num_stuck = 0
         """Calls that overran their time in a thread that goes on."""
         self.own_pid = os.getpid()
