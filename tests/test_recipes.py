@@ -197,11 +197,12 @@ def test_the_recipe_with_a_tool_trains_two_steps_on_what_the_tool_said(tmp_path)
         for row in pq.read_table(tmp_path / "run" / "rollouts" / "step_1.parquet").to_pylist()
         for turns in row["turns"]
     ]
-    told = [(turns[0]["calls"], turns[1]) for turns in episodes if len(turns) > 1 and "error" not in turns[1]["text"]]
+    several = [turns for turns in episodes if len(turns) > 1]
+    told = [(turns[0]["calls"], turns[1]) for turns in several if "error" not in turns[1]["content"]]
     assert len(episodes) == 32 and told
     for calls, observed in told:
         texts = [calculate(**call["arguments"]) for call in calls]
-        assert observed["role"] == "tool" and observed["name"] == "calculate" and observed["text"] == texts[0]
+        assert observed["role"] == "tool" and observed["name"] == "calculate" and observed["content"] == texts[0]
     page = (tmp_path / "run" / "report.html").read_text()
     assert "calls calculate(" in page and "observed, tool calculate" in page and "turns/calls_per_episode" in page
 

@@ -57,12 +57,12 @@ WHOLE = episode(
 
 def test_sampled_and_observed_text_stand_apart_with_what_came_of_each_turn():
     expected = [
-        {"role": "assistant", "text": "w0 w1 ", "num_tokens": 2, "answer_s": 0.25, "calls": [CALL], "reward": -0.5},
-        {"role": "tool", "name": "calc", "text": "6"},
-        {"role": "tool", "name": "calc", "text": "6"},
-        {"role": "assistant", "text": "w5 ", "num_tokens": 1, "answer_s": 2.5, "calls": []},
-        {"role": "user", "text": "higher"},
-        {"role": "assistant", "text": "w8 ", "num_tokens": 1, "answer_s": 0.25, "calls": [], "reward": 0.25},
+        {"role": "assistant", "content": "w0 w1 ", "num_tokens": 2, "answer_s": 0.25, "calls": [CALL], "reward": -0.5},
+        {"role": "tool", "name": "calc", "content": "6"},
+        {"role": "tool", "name": "calc", "content": "6"},
+        {"role": "assistant", "content": "w5 ", "num_tokens": 1, "answer_s": 2.5, "calls": []},
+        {"role": "user", "content": "higher"},
+        {"role": "assistant", "content": "w8 ", "num_tokens": 1, "answer_s": 0.25, "calls": [], "reward": 0.25},
     ]
     assert turns_of(WHOLE, Words()) == expected
     shown = sample_row(WHOLE, Words())

@@ -111,10 +111,10 @@ def _call(call: Mapping[str, Any]) -> str:
 def _observed(entry: Row) -> str:
     """What a tool or the user said; what our own words call an error stands out."""
     name = f" {entry['name']}" if "name" in entry else ""
-    bad = ' class="bad"' if entry["role"] == "tool" and entry["text"].startswith("error: ") else ""
+    bad = ' class="bad"' if entry["role"] == "tool" and entry["content"].startswith("error: ") else ""
     return (
         f'<div class="observed"><small>observed, {escape(entry["role"] + name)}</small>'
-        f"<pre{bad}>{escape(cut(entry['text']))}</pre></div>"
+        f"<pre{bad}>{escape(cut(entry['content']))}</pre></div>"
     )
 
 

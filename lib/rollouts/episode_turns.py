@@ -1,9 +1,9 @@
 """An episode as people are shown it: turn by turn, what was sampled apart from what was observed.
 
 A list of entries in order, each with a `role`:
-assistant   text (as sampled, special tokens too), num_tokens; where it was answered answer_s (seconds) and calls
+assistant   content (as sampled, special tokens too), num_tokens; where it was answered answer_s (seconds) and calls
             (name, arguments, error: why it could not be made); where the environment gave one for this turn, reward
-tool, user  text, name (the tool's): what was observed, as the model was told it
+tool, user  content, name (the tool's): what was observed, as the model was told it
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def turns_of(rollout: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def described(rollout: Rollout, describe: Callable[[int, int], dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, with what `describe` says of sampled tokens by their places (begin, end) in place of their text."""
+    """The same, with what `describe` says of sampled tokens by their places (begin, end) in place of their content."""
     ends = [0, *accumulate(rollout.spans)]
     rewards = dict(rollout.turn_rewards)
     entries: list[dict[str, Any]] = []
@@ -33,9 +33,9 @@ def described(rollout: Rollout, describe: Callable[[int, int], dict[str, Any]]) 
 
 
 def _text(tokenizer: Any, ids: list[int]) -> dict[str, Any]:
-    return {"text": tokenizer.decode(ids), "num_tokens": len(ids)}
+    return {"content": tokenizer.decode(ids), "num_tokens": len(ids)}
 
 
 def _observed(message: dict[str, Any]) -> dict[str, Any]:
     named = {"name": message["name"]} if message.get("name") else {}
-    return {"role": message["role"], **named, "text": message["content"]}
+    return {"role": message["role"], **named, "content": message["content"]}

@@ -152,7 +152,8 @@ def _turns(rollout: Rollout, tokenizer: Any) -> list[dict[str, Any]]:
 
     entries = []
     for entry in described(rollout, describe):
-        texts = {"text": cut(blank(entry["text"]))} if "text" in entry else {"calls": blank(entry.get("calls", []))}
+        observed = "content" in entry
+        texts = {"content": cut(blank(entry["content"]))} if observed else {"calls": blank(entry.get("calls", []))}
         entries.append(entry | texts)
     if len(entries) <= ENTRIES:
         return entries

@@ -83,7 +83,7 @@ def _turn_lines(turns: Sequence[Mapping[str, Any]]) -> list[str]:
     """What was sampled behind an arrow, what was observed behind its role; of many the first and the last lines."""
     lines = []
     for turn in turns:
-        text = repr(str(turn["text"]))[1:-1]
+        text = repr(str(turn["content"]))[1:-1]
         if turn["role"] == "assistant":
             lines.append(f"-> {text}")
             for call in turn.get("calls", ()):
