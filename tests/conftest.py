@@ -6,6 +6,7 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
+from lib import secret_values
 from lib.dist import settle_elementwise, shutdown_distributed
 
 # By itself hypothesis fails an example that takes 0.2 s, or draws that take long: on a busy machine any may. And the
@@ -15,6 +16,13 @@ settings.load_profile("any machine")
 settle_elementwise()  # most tests compute without joining other ranks, which does it
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored, by our children too
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_secret_is_left():
+    """A module may parse options with made-up secrets, which would be blanked in the next one's texts."""
+    yield
+    secret_values._of_options.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)

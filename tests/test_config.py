@@ -409,7 +409,9 @@ def test_the_migration_pages_example_is_complete_and_parses() -> None:
     from train_grpo import GRPOConfig
 
     page = (ROOT / "docs" / "from_verl.md").read_text().replace("\\\n", "")
-    verl, ours, merging = re.findall(r"```\n(.*?)```", page, re.DOTALL)  # tests/test_verl_command.py makes the second
+    verl, ours, _, merging = re.findall(
+        r"```\n(.*?)```", page, re.DOTALL
+    )  # tests/test_verl_command.py makes the second
     keys = [word.partition("=")[0] for word in shlex.split(verl) if "=" in word]
     assert len(keys) > 25 and set(keys) <= set(VERL_KEYS)
     words = shlex.split(ours.replace("$HOME", "/home"))
