@@ -151,6 +151,7 @@ def test_the_name_of_its_config_is_the_rows(path, tmp_path):
     with hub(path, "Gsm8kInteraction", "Plain", kwargs=NAMED) as it:
         it.wait_until_started()
         assert [*it.about] == ["grade_school", "plain"]
+        assert not it.about["grade_school"].in_threads and it.about["plain"].in_threads  # async, and not
         assert begin(it, rows, 0, "a").error is None and log(path)[0].startswith("start grade_school grade_school")
         bad = read(tmp_path, "parquet", [interaction_row(0)])
         with pytest.raises(BadRow, match=r"found .*'gsm8k', expected one of grade_school, plain"):

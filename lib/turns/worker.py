@@ -168,6 +168,7 @@ def describe(kind: type[Environment]) -> dict[str, Any]:
     scores = kind.score is not Environment.score
     own = [it for name in ("reset", "step", "score") if (it := getattr(kind, name)) is not getattr(Environment, name)]
     own += [tool.execute if is_class_tool(tool) else tool for tool in kind.tools]
+    own += [kind.interaction.generate_response] if issubclass(kind, Interaction) else []
     return {
         "instant": kind.instant, "replayable": kind.replayable, "scores": scores, "tools": schemas,
         "in_threads": not kind.instant and not all(map(inspect.iscoroutinefunction, own)),
