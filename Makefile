@@ -50,7 +50,7 @@ quickstart: $(SETUP)  ## train a tiny model with GRPO until its accuracy rises (
 	@echo "      --output $(RUN)/answers.parquet"
 	@echo "  $(PY) -m torch.distributed.run --nproc_per_node=$(RANKS) train_grpo.py --help"
 
-test: $(SETUP)  ## the test suite, 8 minutes on 2 idle cores
+test: $(SETUP)  ## the test suite, 15 minutes on 2 idle cores
 	$(PY) -m pytest -q $(TWO_FILES) -m "not slow and not gpu"
 
 test-slow: $(SETUP)  ## the tests that take longer

@@ -27,8 +27,8 @@ class TurnsConfig:
     num_workers: int = 4
     """Worker processes per rank, among which the episodes are dealt."""
     concurrency: int = 32
-    """Most turns that one worker answers in threads at once; more wait, and their time does not run. What is async or
-    instant needs none."""
+    """Most turns that one worker answers in threads at once (async and instant ones need none); more wait, and their
+    time does not run."""
     timeout_s: float = 10.0
     """Seconds that a tool, or a method of the environment, may take."""
     max_turns: int = 8
