@@ -1,20 +1,23 @@
 """Adapters: one weight for trainer, engine and merged model, gradients of autograd and of peft, and what is refused."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from lib.dist import SINGLE
 from lib.errors import DamagedCheckpoint, UserError
 from lib.launch.checks import trained_shapes
 from lib.model.adapter_start import cache_file, principal_factors
-from lib.model.lora import LoRAConfig, initial_factor
+from lib.model.lora import AdaptedLinear, LoRAConfig, initial_factor
 from lib.storage.adapter import ADAPTER_FILE, adapted_weights, effective_weight, hash_tensor, read_adapter
 from lib.storage.model_folder import check_model_files
 from lib.storage.weights import hash_tensors, open_weights
@@ -237,6 +240,29 @@ def test_the_effective_weight_is_a_float32_sum_rounded_once():
 
 
 # ---- What is refused ----
+
+
+@pytest.mark.parametrize("init", ["kaiming", "pissa"])
+def test_a_compiled_layer_has_the_gradients_of_one_that_is_not(init):
+    """Where forward and backward are cut from one graph, in which both make the weight."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(AdaptedLinear(nn.Linear(12, 12), LoRAConfig(rank=4, init=init)) for _ in range(2)))
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.normal_()
+    x = torch.randn(3, 5, 12)
+
+    def gradients(function):
+        inputs = x.clone().requires_grad_()
+        trained = [p for name, p in layers.named_parameters() if name.endswith(("lora_A", "lora_B"))]
+        return torch.autograd.grad(function(inputs).square().sum(), [inputs, *trained])
+
+    with patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "0"}), torch._dynamo.config.patch(disable=False):
+        compiled = torch.compile(layers.forward, backend="aot_eager_decomp_partition", fullgraph=True)
+        found = gradients(compiled)
+        assert torch._dynamo.explain(layers.forward)(x).graph_count == 1
+    for ours, expected in zip(found, gradients(layers.forward), strict=True):
+        torch.testing.assert_close(ours, expected)
 
 
 def test_options_are_checked():

@@ -107,6 +107,9 @@ def _load_(
     """Shards a model of the meta device, decides whether its backward pass recomputes, and fills it."""
     dtype = cfg.compute_dtype(world)
     estimates = world.device.type == "cuda" and bool(model.trained())
+    # Kinds of layers, passes with gradients and without, the one that is counted, policy, reference and critic: each
+    # combination is a graph.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     # Before shards stand for its weights.
     kept = estimates and count_kept(model.model, model.layers, dtype=dtype, compiled=compiles(world, dtype))
     shard_(model, fsdp, world, dtype=dtype)
@@ -147,8 +150,6 @@ def shard_(model: CausalPolicy | Critic, fsdp: FSDPConfig, world: World, *, dtyp
         gathered = sum(p.numel() * (dtype.itemsize + 4 * p.requires_grad) for p in model.parameters())
         large = world.device.type == "cuda" and gathered > torch.cuda.mem_get_info(world.device)[1] / 4
         drop = not world.all_agree(not large)  # collectives depend on it: GPUs may differ
-    # Kinds of layers, passes with gradients and without, policy, reference and critic: each combination is a graph.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     trained = model.trained()
     base_is_whole = bool(trained) and not drop and not fsdp.param_offload
     whole = {p for name, p in model.named_parameters() if base_is_whole and name not in trained}

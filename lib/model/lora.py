@@ -120,13 +120,27 @@ class _Adapted(torch.autograd.Function):
         a, b, a0, b0 = factors
         rows, grads = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
         grad_x = None
-        if ctx.needs_input_grad[0]:  # the weight is made again: nothing of that size is kept
-            grad_x = grad @ effective_weight(weight, *as_one_product(*factors), ctx.scale)
+        if ctx.needs_input_grad[0]:
+            grad_x = _input_gradient(grad, weight, *as_one_product(*factors), ctx.scale)
         if a0 is not None:
             a, b = a0 + a, b0 + b
         grad_a = ctx.scale * ((grads @ b).T @ rows)
         grad_b = ctx.scale * (grads.T @ (rows @ a.T))
         return grad_x, None, None, None, grad_a, grad_b, None, None
+
+
+@torch.library.custom_op("lockstep::input_gradient", mutates_args=())
+def _input_gradient(grad: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """`grad` (..., out) times the effective weight: (..., in). The weight is made again, and nothing of its size kept.
+
+    One operation: of two, a compiler of layers would see that the forward pass has made that weight, and keep it.
+    """
+    return grad @ effective_weight(weight, a, b, scale)
+
+
+@_input_gradient.register_fake
+def _(grad: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return grad.new_empty((*grad.shape[:-1], weight.shape[1]))
 
 
 def adapt_(policy: nn.Module, cfg: LoRAConfig) -> None:

@@ -31,7 +31,7 @@ class OptimConfig:
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.01
-    """Decoupled weight decay, per step and unit of learning rate."""
+    """Decoupled weight decay, per step and unit of learning rate; adapters it pulls to the base model (recipes: 0)."""
     clip_grad: float = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it."""
     warmup_steps: int = 0
