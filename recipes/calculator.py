@@ -5,6 +5,7 @@ nor make a large number.
 """
 
 import ast
+import math
 import operator
 from fractions import Fraction
 
@@ -22,7 +23,10 @@ def calculate(expression: str) -> str:
     text = expression.replace(",", "").strip()  # 1,234 is a number
     if len(text) > MAX_LEN:
         raise ValueError(f"the expression has {len(text)} characters, at most {MAX_LEN} are read")
-    value = _value(ast.parse(text, mode="eval").body)
+    try:
+        value = _value(ast.parse(text, mode="eval").body)
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.10g}"
 
 
@@ -32,6 +36,6 @@ def _value(node: ast.expr) -> Fraction:
         return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
     if isinstance(node, ast.UnaryOp) and type(node.op) in SIGNS:
         return SIGNS[type(node.op)](_value(node.operand))
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float) and abs(node.value) < math.inf:
         return Fraction(repr(node.value))
     raise ValueError(f"{ast.unparse(node)[:50]!r} is not a number, + - * / or parentheses")

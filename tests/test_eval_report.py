@@ -8,6 +8,7 @@ from lib.evaluation.episodes import Episode
 from lib.evaluation.inputs import EvalGroup
 from lib.evaluation.report import render_page, summarise, summary_table
 from lib.pages.page import SCRIPT
+from lib.pages.samples import conversation_box
 from lib.types import Sample, Score
 from tests.test_eval_files import group
 
@@ -69,8 +70,23 @@ def test_a_conversation_is_shown_and_counted_turn_by_turn():
     assert "turns/excluded" in summary_table(summarise(groups, ["a"]), width=80)
     sample = Sample(uid=0, prompt_ids=[], data_source="a", ground_truth="4", extra_info={})
     page = render_page("t", {}, summarise(groups, ["a"]), groups, [sample], lambda _: [])
-    assert "[assistant]\nfirst\n[user]\n&lt;script&gt;" in page and page.count("<script") == 1
-    assert "\n[tool &lt;script&gt;" in page and page.index("second") > page.index("[tool ")
+    assert page.count("<script") == 1 and ".observed {" in page
+    of_each = (
+        "<b>turn 1</b> assistant",
+        "<pre>first",
+        "observed, user<",
+        "observed, tool &lt;script&gt;",
+        "<b>turn 2</b>",
+    )
+    places = [page.index(text) for text in (*of_each, "<pre>second")]
+    assert places == sorted(places)
+
+
+def test_of_a_long_conversation_a_page_shows_both_ends():
+    turn = [{"role": "assistant", "content": "guess"}, {"role": "user", "content": "higher", "name": None}]
+    box = conversation_box(20 * turn)
+    assert box.count("guess") == box.count("higher") == 12 and "... 16 messages left out ..." in box
+    assert "<b>turn 6</b>" in box and "<b>turn 7</b>" not in box and "<b>turn 20</b>" in box
 
 
 def test_the_page_escapes_every_text_and_needs_no_other_file():

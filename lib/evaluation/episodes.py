@@ -73,15 +73,6 @@ def from_json(entry: Mapping[str, Any]) -> Episode:
     return Episode(**{**entry, "score": entry["score"] and Score(**entry["score"])})
 
 
-def in_words(episode: Episode) -> str:
-    """The conversation, a line for who speaks before each message."""
-    return "\n".join(f"[{_speaker(message)}]\n{message['content']}" for message in episode.turns)
-
-
-def _speaker(message: Mapping[str, Any]) -> str:
-    return " ".join(str(message[key]) for key in ("role", "name") if message.get(key))
-
-
 # ---- Columns ----
 
 

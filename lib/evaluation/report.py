@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from lib.evaluation.episodes import in_words
 from lib.evaluation.inputs import EvalGroup, prediction_of
 from lib.evaluation.passk import confidence_interval, majority_at_k, pass_at_k, powers_up_to
 from lib.pages.charts import histogram
 from lib.pages.page import cut, escape, facts, render, table
+from lib.pages.samples import TURNS_STYLE, conversation_box
 from lib.tracking.console import format_table
 from lib.turns.conversations import of_episodes
 from lib.types import Sample, Score
@@ -198,7 +198,7 @@ def render_page(
     for name, places in shown.items():
         body.append(f"<h2>{name}</h2>")
         body += [_shown(groups[at], samples[at], messages(at), best=name.startswith("Best")) for at in places]
-    return render(title, body)
+    return render(title, body, style=TURNS_STYLE if any(group.episodes for group in groups) else "")
 
 
 def _plain(name: str) -> str:
@@ -235,12 +235,13 @@ def _shown(group: EvalGroup, sample: Sample, messages: Sequence[Mapping[str, str
         score = group.scores[index]
         known += [f"score {score.score}", f"answer {prediction_of(score)}", *([score.error] if score.error else [])]
     texts = [f"{message['role']}: {message['content']}" for message in messages]
-    response = group.responses[index] if group.episodes is None else in_words(group.episodes[index])
+    episode = group.episodes and group.episodes[index]
+    response = conversation_box(episode.turns) if episode else f"<pre>{escape(cut(group.responses[index]))}</pre>"
     return (
         f"<details open><summary>{escape(' | '.join(told))}</summary>"
         f'<pre>{escape(cut(chr(10).join(texts)))}</pre><p class="note">expected '
         f"{escape(cut(str(sample.ground_truth)))}; {escape(cut('; '.join(known)))}</p>"
-        f"<pre>{escape(cut(response))}</pre></details>"
+        f"{response}</details>"
     )
 
 

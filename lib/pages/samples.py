@@ -18,6 +18,7 @@ TURNS_STYLE = """.turn { border-left: 3px solid var(--c0); padding-left: .6rem; 
 .observed pre { background: none; border: 1px dashed var(--rule) }
 .call { font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; margin: .2rem 0 }
 """
+MESSAGES = 24  # of a conversation without tokens; the first and the last
 SLOW_S = 1.0  # an answer that took longer stands out
 
 
@@ -51,6 +52,22 @@ def response_box(name: str, row: Row | None) -> str:
         f"<p><b>{escape(name)}</b> <span{kind}>{escape(score)}</span> <small>{escape(', '.join(told))}</small></p>"
         f"{_turns(row) if 'turns' in row else f'<pre>{_tokens(row)}</pre>'}"
     )
+
+
+def conversation_box(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages {role, content, name} of which nothing else is known, the model's turns numbered; of many the ends."""
+    boxes, number = [], 0
+    for message in messages:
+        if message["role"] == "assistant":
+            number += 1
+            name, text = f"<b>turn {number}</b> assistant", escape(cut(message["content"]))
+            boxes.append(f'<div class="turn"><small>{name}</small><pre>{text}</pre></div>')
+        else:
+            boxes.append(_observed(message))
+    if len(boxes) > MESSAGES:
+        note = f'<p class="note">... {counted(len(boxes) - MESSAGES, "message")} left out ...</p>'
+        boxes = [*boxes[: MESSAGES // 2], note, *boxes[-MESSAGES // 2 :]]
+    return "".join(boxes)
 
 
 def style_of(rows: Iterable[Row]) -> str:
@@ -110,7 +127,7 @@ def _call(call: Mapping[str, Any]) -> str:
 
 def _observed(entry: Row) -> str:
     """What a tool or the user said; what our own words call an error stands out."""
-    name = f" {entry['name']}" if "name" in entry else ""
+    name = f" {entry['name']}" if entry.get("name") else ""
     bad = ' class="bad"' if entry["role"] == "tool" and entry["content"].startswith("error: ") else ""
     return (
         f'<div class="observed"><small>observed, {escape(entry["role"] + name)}</small>'

@@ -65,9 +65,10 @@ class Turns:
         """A line, with the hash of the file."""
         tools = dict.fromkeys(tool["function"]["name"] for it in self.kinds.about.values() for tool in it.tools)
         named = f"; tools {', '.join(tools)}, called as {self.format}" if tools else ""
+        workers = "1 worker" if self.cfg.num_workers == 1 else f"{self.cfg.num_workers} workers"
         return (
             f"turns: {', '.join(self.kinds.about)} in {self.cfg.path} (sha256 {self.kinds.file_hash}){named}; at most "
-            f"{self.cfg.max_turns} turns, joined by {self.join}; {self.cfg.num_workers} workers a rank"
+            f"{self.cfg.max_turns} turns, joined by {self.join}; {workers} per rank"
         )
 
 
