@@ -2,4 +2,6 @@
 
 from lib.rooms import exports
 
-__all__, __getattr__ = exports(__name__, config="TurnsConfig", environment="Call Environment Observation Reply Row")
+__all__, __getattr__ = exports(
+    __name__, config="TurnsConfig", environment="Call Environment Observation Reply Row tool"
+)

@@ -7,7 +7,7 @@ standard library alone.
         def step(self, reply): ...                      Args:
         def score(self): ...                                expression: such as 2 * (3 + 4)
         def close(self): ...                            '''
-Any method, and any tool, may be `async`. An instance answers one episode.
+Any method, and any tool, may be `async`. An instance answers one episode. Methods below `@tool` are its tools.
 """
 
 import asyncio
@@ -70,6 +70,13 @@ class Observation:
     """Means over a step's episodes become turns/NAME."""
 
 
+def tool(method: Callable) -> Callable:
+    """Marks a method of an `Environment`, with type hints and a docstring, as one of its tools: what it keeps on `self`
+    is its episode's alone. Calls of one turn run side by side."""
+    method.is_tool = True
+    return method
+
+
 class Environment:
     """What an episode's model talks to. Derive from it, and write `reset` and `step`, or give it `tools`."""
 
@@ -80,8 +87,24 @@ class Environment:
     begins again."""
     tools: ClassVar[Sequence[Callable]] = ()
     """Functions with type hints and docstrings that `step` calls, or objects of the shape of verl's BaseTool."""
+    tool_methods: ClassVar[tuple[str, ...]] = ()
+    """Names of its methods below `@tool`, which are tools too; set as the class is made."""
     bound: Mapping[str, FunctionTool | ClassTool] | None = None
     """By name, the tools that the row has, with what it gives them; set by the worker."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        marked = [name for name, it in vars(cls).items() if getattr(it, "is_tool", False)]
+        cls.tool_methods = tuple(dict.fromkeys((*cls.tool_methods, *marked)))
+
+    @classmethod
+    def described_tools(cls) -> list[Any]:
+        """All its tools, as far as they can be described without an episode: methods are bound to the class."""
+        return [*cls.tools, *(inspect.getattr_static(cls, name).__get__(cls) for name in cls.tool_methods)]
+
+    def bind_tools(self, extra_info: Mapping[str, Any]) -> None:
+        """Gives the episode the tools that its row has. Raises TypeError for fields of another shape."""
+        self.bound = bind([*self.tools, *(getattr(self, name) for name in self.tool_methods)], extra_info)
 
     def setup(self) -> None:
         """Once per worker process, of an instance that answers no episode: what all share, kept on the class."""
@@ -112,7 +135,9 @@ class Environment:
     async def call(self, call: Call) -> str:
         """What a tool answers, as text. What goes wrong is text too: the model is told."""
         calls = CALLS.get()
-        known = self.bound = bind(self.tools, {}) if self.bound is None else self.bound
+        if self.bound is None:
+            self.bind_tools({})
+        known = self.bound
         error = call.error
         if error is None and call.name not in known:
             error = f"there is no tool {call.name!r}; there are {', '.join(known) or 'none'}"

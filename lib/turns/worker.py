@@ -24,7 +24,7 @@ from lib.rewards.worker import read_result
 from lib.secret_values import remember
 from lib.turns.environment import CALLS, Call, Calls, Environment, Observation, Reply, Row, as_text
 from lib.turns.interactions import Interaction, interaction_name, is_interaction
-from lib.turns.tools import arguments_of, bind, is_class_tool, make_tool, schema_of
+from lib.turns.tools import arguments_of, is_class_tool, make_tool, schema_of
 from lib.workers.child import (
     OWN_FILES,
     StartError,
@@ -37,7 +37,7 @@ from lib.workers.child import (
     write_frame,
 )
 
-OWN_FILES.update((__file__, *map(inspect.getfile, (Calls, Interaction, bind))))
+OWN_FILES.update((__file__, *map(inspect.getfile, (Calls, Interaction, arguments_of))))
 MODULE = "turns_file"
 MAX_CHARS = 200_000  # of a message; far above what fits a response
 MAX_MESSAGES = 100
@@ -163,11 +163,12 @@ def _made(kind: type, kwargs: dict[str, Any], path: str) -> Any:
 def describe(kind: type[Environment]) -> dict[str, Any]:
     """What the trainer needs to know of an environment: its flags, and its tools as chat templates take them. Raises
     StartError for a tool that does not say what its arguments are."""
-    schemas = [_schema(tool) for tool in kind.tools]
-    takes = [None if is_class_tool(tool) else arguments_of(tool) for tool in kind.tools]
+    tools = kind.described_tools()
+    schemas = [_schema(tool) for tool in tools]
+    takes = [None if is_class_tool(tool) else arguments_of(tool) for tool in tools]
     scores = kind.score is not Environment.score
     own = [it for name in ("reset", "step", "score") if (it := getattr(kind, name)) is not getattr(Environment, name)]
-    own += [tool.execute if is_class_tool(tool) else tool for tool in kind.tools]
+    own += [tool.execute if is_class_tool(tool) else tool for tool in tools]
     own += [kind.interaction.generate_response] if issubclass(kind, Interaction) else []
     return {
         "instant": kind.instant, "replayable": kind.replayable, "scores": scores, "tools": schemas,
@@ -262,7 +263,7 @@ class _Server:
 
     async def _reset(self, key: Any, payload: dict[str, Any], calls: "_WorkerCalls") -> dict[str, Any]:
         env, row = self.kinds[payload["kind"]](**self.kwargs), Row(**payload["row"])
-        env.bound = bind(env.tools, row.extra_info)
+        env.bind_tools(row.extra_info)
         self.episodes[key] = env
         found = await calls.run(env.reset, row, payload["seed"], instant=env.instant)
         return read_observation(Observation() if found is None else found)
