@@ -76,7 +76,12 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     """Sums over its turns: tool calls, what went wrong with them, what the environment measured."""
     answers: list[dict[str, Any]] = field(default_factory=list)
-    """For people, of each turn that was answered: `calls` (name, arguments, error) and the answer's `seconds`."""
+    """Of each turn that was answered: `calls` (name, arguments, error) and the answer's `seconds`, for people; where
+    classes of verl's shapes gave some, `tool_rewards` and `turn_scores`, for the reward function."""
+
+    def given(self, name: str) -> list[float]:
+        """All its `tool_rewards` or `turn_scores`, in order."""
+        return [value for answer in self.answers for value in answer.get(name, ())]
 
     @property
     def is_truncated(self) -> bool:

@@ -99,7 +99,8 @@ EPISODES = [
             {"role": "assistant", "content": "<tool_call>"}, {"role": "tool", "content": "5", "name": "add"},
             {"role": "assistant", "content": "five"},
         ],
-        turn_rewards=[0.5], metrics={"calls": 1.0, "moves": 3.0}, score=Score(score=1.0, extras={"acc": True}),
+        turn_rewards=[0.5], tool_rewards=[-0.05, 0.0], turn_scores=[1.0], metrics={"calls": 1.0, "moves": 3.0},
+        score=Score(score=1.0, extras={"acc": True}),
     ),
     Episode(turns=[{"role": "assistant", "content": ""}], turn_rewards=[], score=Score(score=None, error="gone")),
 ]  # fmt: skip
@@ -122,7 +123,10 @@ def test_the_columns_of_episodes_are_read_again_and_others_of_these_names_are_le
     [read] = groups_of(table).values()
     assert [it.extra_info for it in read.episodes[:2]] == [it.extra_info for it in EPISODES]
     assert [it.metrics for it in read.episodes[:2]] == [it.metrics for it in EPISODES]
-    assert EPISODES[0].extra_info == {"reply": "five", "num_turns": 2, "tool_calls": 1, "turn_rewards": [0.5]}
+    assert EPISODES[0].extra_info == {
+        "reply": "five", "num_turns": 2, "tool_calls": 1, "turn_rewards": [0.5], "tool_rewards": [-0.05, 0.0],
+        "turn_scores": [1.0],
+    }  # fmt: skip
     foreign = pa.table({"responses": [["a"]]} | {name: [["7"]] for name in EPISODE_COLUMNS})
     assert groups_of(foreign)[0].episodes is None
     write_output(tmp_path / "out.parquet", foreign, [group(0, responses=["a"])])

@@ -136,6 +136,7 @@ def test_verls_rows_choose_and_feed_an_interaction(path, tmp_path, kind):
         assert found.value["reward"] is None and ask(it, "score", "a").value is None  # the reward function scores
         found = ask(it, "step", "a", reply("#### 1"))
         assert found.value["done"] and found.value["metrics"]["turn_score"] == 1.0
+        assert found.value["given"] == {"turn_scores": [1.0]}
         assert not ask(it, "step", "b", reply("#### 1")).value["done"]  # of the other row
         it.call("close", "a")
         wait_for_lines(path, 6)

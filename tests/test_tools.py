@@ -390,6 +390,7 @@ def test_verls_gsm8k_tool_answers_verls_rows(path, tmp_path):
         assert texts(found) == ["Current parsed answer='1' reward=1.0"] and found.value["metrics"]["tool_reward"] == 0.0
         found = ask(it, "step", "a", reply(calls=[right, right]))
         assert found.value["metrics"] == {"tool_reward": -0.1, "tries": 2.0}
+        assert found.value["given"] == {"tool_rewards": [-0.05, -0.05]}
         assert texts(ask(it, "step", "b", reply(calls=[right]))) == ["Current parsed answer='1' reward=0.0"]
         assert log(path) == ["create 1 1", "create 2 2"]
         assert ask(it, "step", "a", reply("#### 1")).value["done"]

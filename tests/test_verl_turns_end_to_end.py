@@ -23,7 +23,18 @@ actor_rollout_ref.model.path=model actor_rollout_ref.actor.ppo_mini_batch_size=8
 {ROLLOUT}gpu_memory_utilization=0.2 {ROLLOUT}multi_turn.enable=True {ROLLOUT}multi_turn.max_assistant_turns=3
 {ROLLOUT}multi_turn.tool_config_path=tools.yaml {ROLLOUT}multi_turn.interaction_config_path=interaction.yaml
 {ROLLOUT}agent.num_workers=1 trainer.total_training_steps=1 trainer.n_gpus_per_node=2 trainer.test_freq=1
+custom_reward_function.path=reward.py custom_reward_function.name=compute_score
 trainer.val_before_train=False trainer.save_freq=-1 trainer.default_local_dir=run trainer.logger=[console]"""
+
+
+REWARD = """from lib.rewards import gsm8k
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    given = extra_info["tool_rewards"], extra_info["turn_scores"]
+    score = gsm8k.compute_score(data_source, solution_str, ground_truth, extra_info)
+    return score | {"of_tools": len(given[0]), "of_turns": len(given[1])}
+"""
 
 
 def rows_of_verl(start):
@@ -52,6 +63,7 @@ def folder(tmp_path):
     write_rows(tmp_path / "test.parquet", rows_of_verl(20))
     (tmp_path / "gsm8k_tool.py").write_text(test_tools.FILE)
     (tmp_path / "gsm8k_interaction.py").write_text(test_interactions.FILE)
+    (tmp_path / "reward.py").write_text(REWARD)
     tool = {"class_name": "gsm8k_tool.Gsm8kTool", "config": {"type": "native"}, "tool_schema": GSM8K}
     user = {"name": "gsm8k", "class_name": "gsm8k_interaction.Gsm8kInteraction", "config": {}}
     (tmp_path / "tools.yaml").write_text(yaml.safe_dump({"tools": [tool]}))
@@ -83,6 +95,8 @@ def test_a_verl_command_trains_a_step_on_verls_rows(folder, monkeypatch):
     assert step["turns/excluded"] == 0 and step["training/rollout_log_probs_diff/max"] < 2e-5
     assert step["turns/calls_per_episode"] > 0 and "turns/tool_reward" in step and "turns/turn_score" in step
     assert 1 < step["turns/per_episode"] <= 3
+    told = {name.split("/")[-2]: value for name, value in step.items() if name.startswith("val-aux") and "/of_" in name}
+    assert told.keys() == {"of_tools", "of_turns"} and min(told.values()) > 0
     samples = (folder / "run" / "samples" / "step_1.jsonl").read_text()
     rows = [json.loads(line) for line in samples.splitlines()]
     told = [row["response"] for row in rows if "<tool_response>Current parsed answer" in row["response"]]

@@ -6,6 +6,8 @@ turns           its conversation behind the prompt: a list of {role, content, na
 num_turns       the model's turns
 tool_calls      calls that it wrote
 turn_rewards    a list of numbers: what the environment gave for turns
+tool_rewards    the same of classes of the shape of verl's BaseTool, for calls; in no reward
+turn_scores     the same of classes of the shape of verl's BaseInteraction, for turns; in no reward
 turn_metrics    what was counted and measured, as JSON
 """
 
@@ -21,7 +23,9 @@ from lib.types import Rollout, Score
 if TYPE_CHECKING:
     import pyarrow as pa
 
-EPISODE_COLUMNS = ("turns", "num_turns", "tool_calls", "turn_rewards", "turn_metrics")
+EPISODE_COLUMNS = (
+    "turns", "num_turns", "tool_calls", "turn_rewards", "tool_rewards", "turn_scores", "turn_metrics",
+)  # fmt: skip
 OF_THE_CACHE = ("prompt_tokens", "cached_tokens")
 """Measured numbers that say how this launch sampled, not what."""
 
@@ -33,6 +37,8 @@ class Episode:
     turns: list[dict[str, Any]]
     """Messages of the roles assistant, user and tool, in order."""
     turn_rewards: list[float]
+    tool_rewards: list[float] = field(default_factory=list)
+    turn_scores: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     """As `Rollout.metrics`."""
     score: Score | None = None
@@ -54,7 +60,7 @@ class Episode:
         replies = [message["content"] for message in self.turns if message["role"] == "assistant"]
         return {
             "reply": replies[-1], "num_turns": self.num_turns, "tool_calls": self.tool_calls,
-            "turn_rewards": self.turn_rewards,
+            "turn_rewards": self.turn_rewards, "tool_rewards": self.tool_rewards, "turn_scores": self.turn_scores,
         }  # fmt: skip
 
 
@@ -63,6 +69,8 @@ def episode_of(rollout: Rollout, tokenizer: Any) -> Episode:
     return Episode(
         turns=conversation_of(tokenizer, rollout),
         turn_rewards=[reward for _, reward in rollout.turn_rewards],
+        tool_rewards=rollout.given("tool_rewards"),
+        turn_scores=rollout.given("turn_scores"),
         metrics={name: value for name, value in rollout.metrics.items() if name not in OF_THE_CACHE},
         score=rollout.score,
     )
@@ -84,7 +92,7 @@ def columns_of(episodes: Sequence[Sequence[Episode]]) -> dict[str, "pa.Array"]:
     message = pa.struct({"role": text, "content": text, "name": text})
     kinds = {
         "turns": pa.list_(message), "num_turns": pa.int32(), "tool_calls": pa.int32(),
-        "turn_rewards": pa.list_(pa.float64()), "turn_metrics": text,
+        **dict.fromkeys(("turn_rewards", "tool_rewards", "turn_scores"), pa.list_(pa.float64())), "turn_metrics": text,
     }  # fmt: skip
     values = {name: [[_cell(it, name) for it in of_prompt] for of_prompt in episodes] for name in EPISODE_COLUMNS}
     return {name: pa.array(values[name], pa.list_(kind)) for name, kind in kinds.items()}
@@ -101,14 +109,19 @@ def read_columns_of(table: "pa.Table") -> list[list[Episode]] | None:
     if not set(EPISODE_COLUMNS) <= {*table.column_names}:
         return None
     try:
-        columns = (table.column(name).to_pylist() for name in ("responses", "turns", "turn_rewards", "turn_metrics"))
-        rows = [
-            [
-                Episode(turns=turns, turn_rewards=rewards, metrics=json.loads(metrics))
-                for _, turns, rewards, metrics in zip(*row, strict=True)
-            ]
-            for row in zip(*columns, strict=True)
-        ]
+        names = ("responses", "turns", "turn_rewards", "tool_rewards", "turn_scores", "turn_metrics")
+        columns = (table.column(name).to_pylist() for name in names)
+        rows = [[_read(*of_one) for of_one in zip(*row, strict=True)] for row in zip(*columns, strict=True)]
         return rows if all(it.extra_info for row in rows for it in row) else None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         return None  # another program's columns of these names
+
+
+def _read(
+    _: str, turns: list[dict[str, Any]], turn_rewards: list[float], tool_rewards: list[float],
+    turn_scores: list[float], metrics: str,
+) -> Episode:  # fmt: skip
+    return Episode(
+        turns=turns, turn_rewards=turn_rewards, tool_rewards=tool_rewards, turn_scores=turn_scores,
+        metrics=json.loads(metrics),
+    )  # fmt: skip

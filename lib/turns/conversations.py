@@ -92,7 +92,8 @@ class Conversations:
             "num_turns": len(rollout.sampled_turns),
             "tool_calls": int(rollout.metrics.get("calls", 0)),
             "turn_rewards": [reward for _, reward in rollout.turn_rewards],
-        }
+            "tool_rewards": rollout.given("tool_rewards"), "turn_scores": rollout.given("turn_scores"),
+        }  # fmt: skip
         return replace(rollout, sample=replace(rollout.sample, extra_info={**rollout.sample.extra_info, **said}))
 
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -211,7 +211,7 @@ class Dialogue:
         counts = {name: float(getattr(result, name)) for name in ("bad_calls", "tool_errors", "tool_timeouts")}
         episode.metrics |= {**measured, **counts}
         episode.reward = value["reward"]
-        episode.told = {"calls": episode.calls, "seconds": round(result.seconds, 6)}
+        episode.told = {"calls": episode.calls, "seconds": round(result.seconds, 6), **value["given"]}
         if value["done"]:
             self._finish(episode, "stop")
         elif len(episode.rollout.sampled_turns) >= self.cfg.max_turns:

@@ -171,6 +171,8 @@ class Calls:
         """What tools raised."""
         self.measured: dict[str, float] = {}
         """Sums of what they measured."""
+        self.given: dict[str, list[float]] = {"tool_rewards": [], "turn_scores": []}
+        """What a reward function is told of classes of verl's shapes: each number, in order."""
 
     async def run(self, function: Callable, *args: Any) -> Any:
         """The result of a function, sync or async. Raises what it raises, and TimeoutError."""
@@ -181,6 +183,12 @@ class Calls:
         """Adds to a sum, where the value is a finite number."""
         if isinstance(value, int | float) and math.isfinite(value):
             self.measured[name[:100]] = self.measured.get(name[:100], 0.0) + float(value)
+
+    def measure_given(self, name: str, value: Any) -> None:
+        """A tool_reward or turn_score: measured, and kept for the reward function."""
+        self.measure(name, value)
+        if isinstance(value, int | float) and math.isfinite(value):
+            self.given[name + "s"].append(float(value))
 
 
 CALLS: ContextVar[Calls] = ContextVar("calls", default=Calls())  # noqa: B039 (outside a worker nobody counts)

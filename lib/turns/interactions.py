@@ -53,7 +53,7 @@ class Interaction(Environment):
         if not isinstance(found, tuple | list) or len(found) != 4:
             raise ValueError(f"generate_response returned {str(found)[:80]}, expected (done, text, score, metrics)")
         done, text, score, metrics = found
-        calls.measure("turn_score", score)
+        calls.measure_given("turn_score", score)
         for name, number in metrics.items() if isinstance(metrics, Mapping) else ():
             calls.measure(str(name), number)
         return Observation(messages=[{"role": "user", "content": as_text(text)}], done=bool(done))

@@ -9,7 +9,7 @@ alone.
         def release(self, instance_id): ...
 Each of the last three may be async. A worker process has one object of the class. `create` is called once per episode,
 before the tool is used first, and `release` at its end; verl calls both around every call. As in verl, rewards of tools
-are measured and added to no reward, and `calc_reward` is never called.
+are measured, told to the reward function and added to no reward; `calc_reward` is never called.
 """
 
 import asyncio
@@ -29,6 +29,9 @@ class Runner(Protocol):
 
     def measure(self, name: str, value: Any) -> None:
         """Adds to a sum of the turn's, where the value is a finite number."""
+
+    def measure_given(self, name: str, value: Any) -> None:
+        """The same, and the reward function is told."""
 
 
 class FunctionTool:
@@ -68,7 +71,7 @@ class ClassTool:
         response, reward, metrics = (*value, None, None)[:3] if isinstance(value, tuple) else (value, None, None)
         if getattr(response, "image", None) or getattr(response, "video", None):
             raise ValueError("it returned a picture or video, expected text")
-        runner.measure("tool_reward", reward)
+        runner.measure_given("tool_reward", reward)
         for name, number in metrics.items() if isinstance(metrics, Mapping) else ():
             runner.measure(str(name), number)
         return (response.text or "") if hasattr(response, "text") else response

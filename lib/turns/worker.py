@@ -273,7 +273,10 @@ class _Server:
         reply = Reply(**{**payload, "calls": [Call(**call) for call in payload["calls"]]})
         grace_s = GRACE_S if type(env).step in (Environment.step, Interaction.step) else 0.0
         found = read_observation(await calls.run(env.step, reply, instant=env.instant, grace_s=grace_s))
-        return {**found, "metrics": {**dict([*calls.measured.items()][:MAX_METRICS]), **found["metrics"]}}
+        given = {name: values for name, values in calls.given.items() if values}
+        return {
+            **found, "metrics": {**dict([*calls.measured.items()][:MAX_METRICS]), **found["metrics"]}, "given": given,
+        }  # fmt: skip
 
     async def _score(self, key: Any, payload: None, calls: "_WorkerCalls") -> dict[str, Any] | None:
         env = self.episodes[key]
