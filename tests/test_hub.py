@@ -143,7 +143,7 @@ def test_an_episode_is_reset_stepped_and_scored(path):
         }  # fmt: skip
         assert ask(it, "step", "a", reply("5")).value["reward"] == 0.5
         ended = ask(it, "step", "a", reply("end")).value
-        assert ended == {"messages": [], "done": True, "reward": 2.0, "metrics": {"turns": 2.0}}
+        assert ended == {"messages": [], "done": True, "reward": 2.0, "metrics": {"turns": 2.0}, "given": {}}
         assert ask(it, "score", "a").value == {"score": 2.0, "extras": {"extra": "x"}}
         it.call("close", "a")
         assert reset(it, "a").error is None

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -388,6 +389,17 @@ def test_run_stops_above_the_rate_but_not_at_it():
         check_error_rate(step, RewardConfig(max_error_rate=0.149), SINGLE)
     assert "3 of the step's 20 responses (15.0%)" in str(caught.value)
     assert "2 times: timed out after 10 s" in str(caught.value)
+
+
+def test_environments_that_fail_are_named_where_they_are_most_of_what_failed():
+    gone = Score(score=None, error="Guess.step: KeyError: 7")
+    failed = [replace(it, finish_reason="error") for it in scored(gone, gone)]
+    with pytest.raises(
+        RewardError, match=r"an environment failed for 3 .*--turns.path; 2 times: Guess.step.*-s or --rew"
+    ):
+        check_error_rate([*failed, *scored(FAILED, GOOD)], RewardConfig(), SINGLE)
+    with pytest.raises(RewardError, match=r"scoring failed for 4 .*built-in graders; .*--reward.timeout-s or --rew"):
+        check_error_rate([*failed, *scored(FAILED, FAILED)], RewardConfig(), SINGLE)
 
 
 def test_a_rate_of_0_stops_at_the_first_failure_and_1_never():

@@ -120,19 +120,23 @@ def check_error_rate(
     texts = error_counts(rollouts)
     timeouts = sum(count for text, count in texts.items() if text.startswith(TIMED_OUT))
     excluded = sum(rollout.score.score is None for rollout in rollouts)
-    local = torch.tensor([len(rollouts), sum(texts.values()) - timeouts, timeouts, excluded])
-    num, errors, timeouts, excluded = world.sum(local).tolist()
+    of_environments = sum(rollout.finish_reason == "error" for rollout in rollouts)
+    local = torch.tensor([len(rollouts), sum(texts.values()) - timeouts, timeouts, excluded, of_environments])
+    num, errors, timeouts, excluded, of_environments = world.sum(local).tolist()
     failed, size = errors + timeouts, max(num, at_least)
     if failed > cfg.max_error_rate * size:  # the same numbers, hence the same verdict, on every rank
         everywhere: Counter[str] = Counter()
         for of_rank in world.gather(dict(list(texts.items())[:100])):
             everywhere.update(of_rank)
         [(text, count)] = everywhere.most_common(1)
+        what, where, remedy = "scoring", f"--reward.path {cfg.path}", "mend the function, or raise --reward.timeout-s"
+        if cfg.path is None:
+            where = "the built-in graders"
+        if 2 * of_environments > failed:
+            what, where, remedy = "an environment", "--turns.path", "mend the file, or raise --turns.timeout-s"
         raise RewardError(
-            f"scoring failed for {failed} of the step's {size} responses ({failed / size:.1%}); "
-            f"{'the built-in graders' if cfg.path is None else '--reward.path ' + cfg.path}; {count} times: {text}; "
-            f"expected at most {cfg.max_error_rate:.1%}; mend the function, or raise --reward.timeout-s or "
-            "--reward.max-error-rate"
+            f"{what} failed for {failed} of the step's {size} responses ({failed / size:.1%}); {where}; {count} times: "
+            f"{text}; expected at most {cfg.max_error_rate:.1%}; {remedy} or --reward.max-error-rate"
         ).on_all_ranks()
     return {
         "reward/num_errors": float(errors),
