@@ -1,0 +1,87 @@
+"""Methods of an environment that are its tools: what they see, how a row chooses among them, and a derived class."""
+
+from tests.test_hub import ask, call, hub, reply
+from tests.test_tools import given, reset, texts
+
+SHELF = '''
+import asyncio
+from lib.turns import Environment, Observation, tool
+
+
+class Shelf(Environment):
+    def reset(self, row, seed):
+        self.boxes = dict(row.extra_info["boxes"])
+
+    @tool
+    def take(self, box: str) -> str:
+        """Takes a thing out of a box.
+
+        Args:
+            box: the name of the box
+        """
+        return self.boxes.pop(box, "it is empty")
+
+    @tool
+    async def count(self) -> int:
+        """Counts what is left."""
+        return len(self.boxes)
+
+
+class Larger(Shelf):
+    def take(self, box: str, number: int = 1) -> str:
+        """Takes things out of a box.
+
+        Args:
+            box: the name of the box
+            number: how many
+        """
+        return f"{number} {super().take(box)}"
+
+    @tool
+    @staticmethod
+    def twice(x: int) -> int:
+        """Doubles.
+
+        Args:
+            x: a number
+        """
+        return 2 * x
+
+    async def step(self, reply):
+        told = await super().step(reply)
+        return Observation(messages=told.messages, done=not self.boxes)
+'''
+
+
+def test_methods_are_tools_that_see_their_own_episode_alone(tmp_path):
+    (tmp_path / "shelf.py").write_text(SHELF)
+    with hub(str(tmp_path / "shelf.py"), "Shelf", "Larger") as it:
+        it.wait_until_started()
+        schemas = {name: {tool["function"]["name"]: tool["function"] for tool in kind.tools}
+                   for name, kind in it.about.items()}  # fmt: skip
+        assert {name: [*of] for name, of in schemas.items()} == {
+            "Shelf": ["take", "count"], "Larger": ["take", "count", "twice"],
+        }  # fmt: skip
+        assert [*schemas["Shelf"]["take"]["parameters"]["properties"]] == ["box"]
+        assert [*schemas["Larger"]["take"]["parameters"]["properties"]] == ["box", "number"]
+        assert [*schemas["Larger"]["twice"]["parameters"]["properties"]] == ["x"]
+        reset(it, "a", "Shelf", boxes={"x": "a nail", "y": "a cup"})
+        reset(it, "b", "Shelf", boxes={"x": "a key"})
+        reset(it, "c", "Larger", boxes={"x": "a coin"})
+        take = [call("take", box="x")]
+        assert texts(ask(it, "step", "a", reply(calls=take))) == ["a nail"]
+        assert texts(ask(it, "step", "a", reply(calls=[*take, call("count")]))) == ["it is empty", "1"]
+        assert texts(ask(it, "step", "b", reply(calls=take))) == ["a key"]
+        found = ask(it, "step", "c", reply(calls=[call("take", box="x", number=3), call("twice", x=4)]))
+        assert texts(found) == ["3 a coin", "8"] and found.value["done"]
+        wrong = ask(it, "step", "a", reply(calls=[call("take"), call("boxes")]))
+        assert "missing a required argument: 'box'" in texts(wrong)[0] and wrong.bad_calls == 2
+        assert "there is no tool 'boxes'; there are take, count" in texts(wrong)[1]
+
+
+def test_a_row_chooses_among_methods_and_gives_them_arguments(tmp_path):
+    (tmp_path / "shelf.py").write_text(SHELF)
+    with hub(str(tmp_path / "shelf.py"), "Shelf") as it:
+        reset(it, "a", "Shelf", boxes={"x": "a nail"}, tool_selection=["take"], **given(take={"box": "x"}))
+        found = ask(it, "step", "a", reply(calls=[call("take"), call("count")]))
+        assert texts(found) == ["a nail", "error: there is no tool 'count'; there are take"]
