@@ -111,6 +111,14 @@ class Rollout:
         ends = [0, *accumulate(self.spans or [len(self.response_ids)])]
         return [self.response_ids[begin:end] for begin, end in list(pairwise(ends))[::2]]
 
+    @property
+    def num_turns(self) -> int:
+        """As verl counts: the prompt, the model's turns, what was observed between them; so two for each of its turns.
+
+        All messages of a prompt, and of an answer, count as one.
+        """
+        return 2 * len(self.sampled_turns)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:

@@ -119,12 +119,12 @@ def test_the_columns_of_episodes_are_read_again_and_others_of_these_names_are_le
     found = group(0, responses=["a", "b", "c"], finish_reasons=["stop", "error", "stop"], response_lengths=[9, 0, 1])
     write_output(tmp_path / "out.parquet", pa.table({"q": ["1"]}), [replace(found, episodes=spoken)])
     table = pq.read_table(tmp_path / "out.parquet")
-    assert "canary" not in str(table.to_pylist()) and table["num_turns"].to_pylist() == [[2, 1, 1]]
+    assert "canary" not in str(table.to_pylist()) and table["num_turns"].to_pylist() == [[4, 2, 2]]
     [read] = groups_of(table).values()
     assert [it.extra_info for it in read.episodes[:2]] == [it.extra_info for it in EPISODES]
     assert [it.metrics for it in read.episodes[:2]] == [it.metrics for it in EPISODES]
     assert EPISODES[0].extra_info == {
-        "reply": "five", "num_turns": 2, "tool_calls": 1, "turn_rewards": [0.5], "tool_rewards": [-0.05, 0.0],
+        "reply": "five", "num_turns": 4, "tool_calls": 1, "turn_rewards": [0.5], "tool_rewards": [-0.05, 0.0],
         "turn_scores": [1.0],
     }  # fmt: skip
     foreign = pa.table({"responses": [["a"]]} | {name: [["7"]] for name in EPISODE_COLUMNS})

@@ -123,15 +123,17 @@ def test_the_output_has_each_conversation_with_its_roles(one_process):
     for row in one_process.rows:
         for entry in entries(row):
             roles = [turn["role"] for turn in entry["turns"]]
+            num_turns = roles.count("assistant")
+            assert entry["num_turns"] == 2 * num_turns  # as verl counts
             begins = ["user"] * (int(row["reward_model"]["ground_truth"]) % 3 == 0)
-            assert roles == [*begins, *["assistant", "user"] * (entry["num_turns"] - 1), "assistant"]
+            assert roles == [*begins, *["assistant", "user"] * (num_turns - 1), "assistant"]
             observed = [turn["content"] for turn in entry["turns"] if turn["role"] == "user"]
-            assert observed == ["even or odd?" for _ in begins] + ["no"] * (entry["num_turns"] - 1)
+            assert observed == ["even or odd?" for _ in begins] + ["no"] * (num_turns - 1)
             said = [turn["content"] for turn in entry["turns"] if turn["role"] == "assistant"]
             assert entry["responses"] == "\n".join(said) and entry["tool_calls"] == 0
-            num_wrong = entry["num_turns"] - (entry["scores"] > 0)
+            num_wrong = num_turns - (entry["scores"] > 0)
             assert entry["finish_reasons"] == "length" or entry["turn_rewards"] == [-0.01] * num_wrong
-            assert set(json.loads(entry["turn_metrics"])) >= {"calls", "bad_calls"} or entry["num_turns"] == 1
+            assert set(json.loads(entry["turn_metrics"])) >= {"calls", "bad_calls"} or num_turns == 1
 
 
 def test_killed_replicas_go_on_and_give_the_bytes_of_one_process(folder, one_process):
@@ -155,7 +157,7 @@ def test_a_tensor_parallel_engine_gives_the_same_episodes(folder, one_process):
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    assert solution_str.count("\\n") == extra_info["num_turns"] - 1 and extra_info["tool_calls"] == 0
+    assert solution_str.count("\\n") == extra_info["num_turns"] // 2 - 1 and extra_info["tool_calls"] == 0
     return {"score": extra_info["num_turns"], "pred": extra_info["reply"], "sum": sum(extra_info["turn_rewards"])}
 """
 
@@ -171,7 +173,7 @@ def test_an_episode_whose_environment_fails_is_excluded_and_counted(folder, one_
     expected = [entry for row in one_process.rows for entry in entries(row)]
     for entry, other in zip(found, expected, strict=True):
         if entry["finish_reasons"] == "error":
-            num_kept = len(other["turns"]) - 2 * (other["num_turns"] - 2)  # up to the second turn, which it answered
+            num_kept = len(other["turns"]) - (other["num_turns"] - 4)  # up to the second turn, which it answered
             assert entry["scores"] is None and entry["turns"] == other["turns"][:num_kept]
         else:
             assert entry["turns"] == other["turns"] and entry["scores"] == other["scores"]

@@ -18,6 +18,9 @@ from lib.launch import checks
 from lib.launch.train_config import TrainConfig
 from lib.rewards import trial as reward_trial
 from lib.rewards.scoring import RewardConfig
+from lib.turns.hub import About
+from lib.turns.kinds import Kinds
+from tests.test_kinds import row, save
 from tests.test_scoring import HEAD, score_all, write
 
 SOURCES = ("arithmetic", "openai/gsm8k", "lighteval/MATH")
@@ -32,14 +35,14 @@ def read(folder: Path, truths: pa.Array, source: str = "openai/gsm8k", *, style:
     return read_rows((str(folder / "rows.parquet"),), "--data.train-files")[0]
 
 
-def trials(cfg: RewardConfig, rows: Rows, limit: int | None = None) -> list:
+def trials(cfg: RewardConfig, rows: Rows, limit: int | None = None, kinds: Kinds | None = None) -> list:
     """The trial as eval.py makes it, and as training does for either split."""
     train = TrainConfig(reward=cfg, data=DataConfig(train_max_samples=limit, val_max_samples=limit))
     none = Rows(tables=(), sources=(), answer_kinds=())
     return [
-        partial(scores.try_reward, cfg, EvalDataConfig(max_samples=limit), rows),
-        partial(checks.try_reward, train, rows, none),
-        partial(checks.try_reward, train, none, rows),
+        partial(scores.try_reward, cfg, EvalDataConfig(max_samples=limit), rows, kinds),
+        partial(checks.try_reward, train, rows, none, kinds),
+        partial(checks.try_reward, train, none, rows, kinds),
     ]
 
 
@@ -122,3 +125,34 @@ def test_a_pipe_as_reward_file_is_refused_and_not_read(tmp_path):
     os.mkfifo(tmp_path / "reward.py")
     with pytest.raises(UserError, match=r"not a regular file; --reward\.path"):
         trials(RewardConfig(path=str(tmp_path / "reward.py")), rows)[0]()
+
+
+# ---- Rows that no environment answers ----
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_row_without_an_environment_is_refused_where_only_environments_score(tmp_path, kind):
+    game = About(instant=True, replayable=True, scores=True, tools=[])
+    none, given = RewardConfig(), RewardConfig(path=write(tmp_path, HEAD + "    return 1"))
+
+    def found(last, cfg=none, limit=None):
+        rows = read_rows((save(tmp_path, kind, [row(0), row(1), row(2, agent_name=last)]),), "--data.train-files")[0]
+        return rows.where(2), trials(cfg, rows, limit, Kinds({"Game": game}))
+
+    for last, limit in ((None, None), ("Game", None), ("single_turn_agent", 2)):
+        for trial in found(last, limit=limit)[1]:
+            assert trial() == "reward: the environments score"
+    where, refused = found("single_turn_agent")
+    for trial in refused:
+        with pytest.raises(UserError) as caught:
+            trial()
+        assert str(caught.value) == (
+            f"a row that nothing scores; {where}, column 'agent_name'; found 'single_turn_agent', which no environment "
+            "answers, expected Game: only environments score; change the row, or give a reward function with "
+            "--reward.path FILE"
+        )
+    for trial in found("Gone")[1]:
+        with pytest.raises(UserError, match=f"environment that is not there; {where}; found agent_name 'Gone'"):
+            trial()
+    for trial in found("single_turn_agent", given)[1]:
+        assert trial().startswith("reward: compute_score in ")

@@ -66,7 +66,7 @@ def test_sampled_and_observed_text_stand_apart_with_what_came_of_each_turn():
     ]
     assert turns_of(WHOLE, Words()) == expected
     shown = sample_row(WHOLE, Words())
-    assert shown["turns"] == expected and shown["num_turns"] == 3
+    assert shown["turns"] == expected and shown["num_turns"] == 6
 
 
 def test_an_answer_that_was_not_appended_and_a_turn_that_nobody_answered_are_shown_as_such():
@@ -87,7 +87,7 @@ def test_the_page_keeps_each_turns_tokens_with_their_log_probs_and_advantages():
     batch = make_batch([WHOLE], SINGLE, mini_batch_size=1)
     batch = batch.with_(advantages=torch.arange(9.0)[None] * batch.response_mask)
     (kept,) = training_rows([WHOLE], batch, Words(), SINGLE)
-    assert kept["texts"] == [] and kept["num_turns"] == 3 and kept["num_tokens"] == 9
+    assert kept["texts"] == [] and kept["num_turns"] == 6 and kept["num_tokens"] == 9
     first, _, _, second, _, third = kept["turns"]
     assert (first["first"], first["texts"], first["log_probs"]) == (0, ["w0 ", "w1 "], [0.0, -0.01])
     assert [it["advantages"] for it in (first, second, third)] == [[0.0, 1.0], [5.0], [8.0]]

@@ -10,8 +10,10 @@ from lib.algorithms.shaping import make_token_level_rewards, response_rewards
 from lib.algorithms.step_metrics import data_metrics
 from lib.dist import SINGLE
 from lib.model.batching import make_batch
+from lib.rewards.trial import OF_EPISODE
 from lib.rollouts.collector import _from_json, _to_json
 from lib.tracking.metrics import Metrics
+from lib.turns.conversations import of_episodes
 from lib.types import Rollout, Sample, Score
 
 
@@ -36,6 +38,19 @@ def test_what_was_observed_is_no_action():
     assert batch.num_sampled.tolist() == [3, 4, 2, 1] and batch.response_lens.tolist() == [6, 4, 5, 3]
     assert batch.input_ids[0].tolist() == [7, 8, 9, 100, 101, 102, 103, 104, 105]
     assert episode(0, [2, 3, 1]).sampled_ids == [100, 101, 105]
+
+
+def test_turns_are_counted_as_verl_counts_them():
+    """The prompt, and each turn of the model and each answer between two: verl's user_turns + assistant_turns + 1."""
+    for spans in ([], [4], [2, 3, 1], [0, 2, 1], [1, 1] * 50 + [1]):
+        user_turns = assistant_turns = 0
+        for place in range(len(spans) or 1):
+            assistant_turns, user_turns = assistant_turns + (place % 2 == 0), user_turns + place % 2
+        counted = episode(0, spans).num_turns
+        assert counted == user_turns + assistant_turns + 1
+        metrics = of_episodes([(counted, "stop", {})])
+        assert (metrics["num_turns/mean"], metrics["turns/per_episode"]) == (counted, assistant_turns)
+    assert OF_EPISODE["num_turns"] == episode(0, []).num_turns == 2  # what the trial tells, of one turn
 
 
 def test_the_score_stands_on_the_last_sampled_token_and_turns_rewards_on_their_own():

@@ -33,7 +33,8 @@ REWARD = """from lib.rewards import gsm8k
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     given = extra_info["tool_rewards"], extra_info["turn_scores"]
     score = gsm8k.compute_score(data_source, solution_str, ground_truth, extra_info)
-    return score | {"of_tools": len(given[0]), "of_turns": len(given[1])}
+    counted = {"num_turns": extra_info["num_turns"]}
+    return score | counted | {"of_tools": len(given[0]), "of_turns": len(given[1])}
 """
 
 
@@ -95,6 +96,7 @@ def test_a_verl_command_trains_a_step_on_verls_rows(folder, monkeypatch):
     assert step["turns/excluded"] == 0 and step["training/rollout_log_probs_diff/max"] < 2e-5
     assert step["turns/calls_per_episode"] > 0 and "turns/tool_reward" in step and "turns/turn_score" in step
     assert 1 < step["turns/per_episode"] <= 3
+    assert step["val-aux/openai/gsm8k/num_turns/mean@1"] == pytest.approx(step["val-aux/num_turns/mean"])
     told = {name.split("/")[-2]: value for name, value in step.items() if name.startswith("val-aux") and "/of_" in name}
     assert told.keys() == {"of_tools", "of_turns"} and min(told.values()) > 0
     samples = (folder / "run" / "samples" / "step_1.jsonl").read_text()

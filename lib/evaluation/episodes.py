@@ -3,7 +3,7 @@
 In out.parquet, of each row lists with an entry for every response:
 turns           its conversation behind the prompt: a list of {role, content, name}, of the roles assistant, user and
                 tool; name is the tool's, where the environment says it
-num_turns       the model's turns
+num_turns       as verl counts: the prompt, the model's turns, what was observed between them; two for each turn
 tool_calls      calls that it wrote
 turn_rewards    a list of numbers: what the environment gave for turns
 tool_rewards    the same of classes of the shape of verl's BaseTool, for calls; in no reward
@@ -46,8 +46,8 @@ class Episode:
 
     @property
     def num_turns(self) -> int:
-        """The model's."""
-        return sum(message["role"] == "assistant" for message in self.turns)
+        """As `Rollout.num_turns`."""
+        return 2 * sum(message["role"] == "assistant" for message in self.turns)
 
     @property
     def tool_calls(self) -> int:

@@ -9,7 +9,7 @@ from lib.data.rows import Rows
 from lib.dist import World
 from lib.evaluation.episodes import Episode
 from lib.evaluation.inputs import EvalDataConfig, EvalGroup
-from lib.launch.checks import ENVIRONMENTS_SCORE, needs_reward
+from lib.launch.checks import environments_score, needs_reward
 from lib.rewards.scoring import (
     RewardConfig,
     Scorer,
@@ -31,7 +31,7 @@ def try_reward(
     or that the environments (`kinds`) score. `of_episodes`: as `check_reward`'s.
     """
     if not needs_reward(reward, kinds):
-        return ENVIRONMENTS_SCORE
+        return environments_score(kinds, (rows, data.max_samples))
     lots = rows_to_answer(reward, rows, data.max_samples)
     sources, trials = rows.data_sources(data.max_samples), first_rows(data, rows)
     return check_reward(reward, sources, trials, to_answer=lots, of_episodes=of_episodes)

@@ -6,6 +6,7 @@ In this order: the scripts call `check_input` and `check_critic`, setup.py calls
 
 import math
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,9 @@ from lib.storage.model_source import find_actor, verify_actor
 from lib.storage.peft_folder import read_peft
 from lib.storage.weight_headers import Shape, some
 from lib.tracking.run import check_run
-from lib.turns.kinds import Kinds, check_rows
+from lib.turns.kinds import BadRow, Kinds, check_rows
 from lib.turns.start import Turns, find_turns
 from lib.types import Sample
-
-ENVIRONMENTS_SCORE = "reward: the environments score"
 
 
 def check_engines(rollout: EngineConfig, world: World) -> None:
@@ -179,11 +178,31 @@ def needs_reward(cfg: RewardConfig, kinds: Kinds | None) -> bool:
     return kinds is None or cfg.path is not None or not all(it.scores for it in kinds.about.values())
 
 
+def environments_score(kinds: Kinds, *used: tuple[Rows, int | None]) -> str:
+    """The line about the reward where environments alone score. `used`: rows, and how many of them at most.
+
+    Raises UserError that names the first row which no environment answers: nothing would score it.
+    """
+    for rows, limit in used:
+        for row, choice in enumerate(islice(rows.iter_choices(), limit)):
+            try:
+                kind = kinds.of(**choice)
+            except BadRow as error:
+                raise error.at(rows.where(row)) from None
+            if kind is None:
+                raise UserError(
+                    f"a row that nothing scores; {rows.where(row)}, column 'agent_name'; found "
+                    f"{choice['agent_name']!r}, which no environment answers, expected {either(list(kinds.about))}: "
+                    "only environments score; change the row, or give a reward function with --reward.path FILE"
+                )
+    return "reward: the environments score"
+
+
 def try_reward(cfg: TrainConfig, train: Rows, val: Rows, kinds: Kinds | None = None) -> str:
     """A line about the reward function, which can score first rows of both splits, knows every data source and can be
     answered."""
     if not needs_reward(cfg.reward, kinds):
-        return ENVIRONMENTS_SCORE
+        return environments_score(kinds, (train, cfg.data.train_max_samples), (val, cfg.data.val_max_samples))
     trials = first_samples(cfg, train, val)
     needed = dict.fromkeys(cfg.advantage.reward_keys, "--advantage.reward-keys")
     is_judged = cfg.filter_groups.enable or cfg.data.curriculum

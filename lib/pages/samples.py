@@ -41,7 +41,7 @@ def response_box(name: str, row: Row | None) -> str:
     told = [f"{row['num_tokens']} tokens", str(row["finish_reason"])]
     pieces = [turn for turn in row["turns"] if "first" in turn] if "turns" in row else [row]
     if "turns" in row:
-        told.insert(0, counted(row["num_turns"], "turn"))
+        told.insert(0, counted(row["num_turns"] // 2, "turn"))
     advantages = [value for piece in pieces for value in piece["advantages"] or () if value is not None]
     if advantages:
         told.append(f"advantage {math.fsum(advantages) / len(advantages):.3g}")
@@ -95,7 +95,7 @@ def _turns(row: Row) -> str:
             parts.append(_sampled(f"turn {number}", entry))
         elif entry["role"] == "left out":
             parts.append(f'<p class="note">... {counted(entry["count"], "message")} left out ...</p>')
-            number = row["num_turns"] - sum(it["role"] == "assistant" for it in row["turns"]) + number
+            number = row["num_turns"] // 2 - sum(it["role"] == "assistant" for it in row["turns"]) + number
         else:
             parts.append(_observed(entry))
     return "".join(parts)

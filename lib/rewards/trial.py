@@ -16,7 +16,7 @@ from lib.types import Rollout, Sample
 TRIAL_RESPONSES = ("", "The answer is 0.", "The answer is 0.")
 IMPORT_LIMIT_S = 12.0  # of the reward file, unless --reward.timeout-s is longer: a line within 20 s of the launch
 NUM_ANSWERS = 20  # rows of which a grader must accept an answer to one
-OF_EPISODE = {"num_turns": 1, "tool_calls": 0, "turn_rewards": [], "tool_rewards": [], "turn_scores": []}
+OF_EPISODE = {"num_turns": 2, "tool_calls": 0, "turn_rewards": [], "tool_rewards": [], "turn_scores": []}
 """What conversations add to extra_info, beside `reply`."""
 
 Lot = Mapping[str, Sample]

@@ -10,7 +10,7 @@ texts       its tokens, special ones too: of a long response the first 320 and t
 left_out    [place among these, how many tokens are missing there], or null
 log_probs   of each of these tokens, as the engine reported it; null: not reported
 advantages  the same in training, null for a token that does not train; null in validation
-num_turns   of an episode: the model's turns
+num_turns   of an episode: its turns as verl counts them, two for each turn of the model
 turns       of an episode: what lib/rollouts/episode_turns.py says, in place of a turn's text its texts, left_out,
             log_probs and advantages, and `first`, its first token's place in the response; in the middle of many turns
             an entry {"role": "left out", "count": entries}. The episode's own lists are empty then.
@@ -121,7 +121,7 @@ def _with_advantages(row: dict[str, Any], values: list[float | None] | None) -> 
 def _row(rollout: Rollout, tokenizer: Any, *, kind: str, temperature: float | None) -> dict[str, Any]:
     """What the file keeps of a response, but for the advantages."""
     sample, ids, score = rollout.sample, rollout.response_ids, rollout.score
-    about = {"num_turns": len(rollout.sampled_turns), "turns": _turns(rollout, tokenizer)} if rollout.spans else {}
+    about = {"num_turns": rollout.num_turns, "turns": _turns(rollout, tokenizer)} if rollout.spans else {}
     return {
         "kind": kind, "uid": sample.uid, "index": rollout.index, "data_source": sample.data_source,
         "temperature": temperature, "prompt": cut(blank(decode(tokenizer, sample.prompt_ids))),

@@ -162,7 +162,7 @@ def _sample_and_score(
 
 def sample_row(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
     """What people are shown of a response, special tokens included."""
-    turns = {"num_turns": len(rollout.sampled_turns), "turns": turns_of(rollout, tokenizer)} if rollout.spans else {}
+    turns = {"num_turns": rollout.num_turns, "turns": turns_of(rollout, tokenizer)} if rollout.spans else {}
     return {
         "uid": rollout.sample.uid,
         "data_source": rollout.sample.data_source,

@@ -71,7 +71,7 @@ def sample_lines(row: Mapping[str, Any], *, width: int) -> str:
     source = f"  {shorten(str(row['data_source']), 30)} | "
     if "turns" in row:
         lines = [f"    {shorten(line, width - 4)}" for line in _turn_lines(row["turns"])]
-        told = f"    = {counted(row['num_turns'], 'turn')}{verdict}"
+        told = f"    = {counted(row['num_turns'] // 2, 'turn')}{verdict}"
         return "\n".join([f"{source}{shorten(prompt, width - len(source))}", *lines, told])
     return (
         f"{source}{shorten(prompt, width - len(source))}\n"

@@ -89,7 +89,7 @@ class Conversations:
         """With what a reward function is told of an episode, in its extra_info."""
         said = {
             "reply": decode(self.dialogue.template.tokenizer, rollout.sampled_turns[-1]),
-            "num_turns": len(rollout.sampled_turns),
+            "num_turns": rollout.num_turns,
             "tool_calls": int(rollout.metrics.get("calls", 0)),
             "turn_rewards": [reward for _, reward in rollout.turn_rewards],
             "tool_rewards": rollout.given("tool_rewards"), "turn_scores": rollout.given("turn_scores"),
@@ -99,7 +99,7 @@ class Conversations:
     def metrics(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Of these episodes, of all ranks, and of the calls since the last time. Executed by all ranks together."""
         seconds, waited = ([], 0.0) if self.dialogue is None else (self.dialogue.seconds, self.dialogue.waited_s)
-        own = [(len(it.sampled_turns), it.finish_reason, it.metrics) for it in rollouts]
+        own = [(it.num_turns, it.finish_reason, it.metrics) for it in rollouts]
         gathered = self.world.gather((own, seconds, (waited, self._sampled_s)))
         self._sampled_s = 0.0
         if self.dialogue is not None:
@@ -113,20 +113,19 @@ class Conversations:
 
 
 def of_episodes(episodes: Sequence[tuple[int, str, Mapping[str, float]]]) -> dict[str, float]:
-    """The metrics of episodes, given as (turns of the model, finish reason, `Rollout.metrics`)."""
+    """The metrics of episodes, given as (`Rollout.num_turns`, finish reason, `Rollout.metrics`)."""
     num = len(episodes)
     if not num:
         return {}
     num_turns = [turns for turns, _, _ in episodes]
-    messages = [2 * turns for turns in num_turns]  # as verl counts: the prompt, turns, observations
     reasons, totals = Counter(reason for _, reason, _ in episodes), Counter()
     for _, _, metrics in episodes:
         totals.update(metrics)
     prompt_tokens, cached = totals.pop("prompt_tokens", 0.0), totals.pop("cached_tokens", 0.0)
     calls = totals.pop("calls", 0.0)
     return {
-        "num_turns/mean": sum(messages) / num, "num_turns/max": max(messages), "num_turns/min": min(messages),
-        "turns/per_episode": sum(num_turns) / num,
+        "num_turns/mean": sum(num_turns) / num, "num_turns/max": max(num_turns), "num_turns/min": min(num_turns),
+        "turns/per_episode": sum(num_turns) / 2 / num,
         "turns/calls_per_episode": calls / num,
         "turns/excluded": reasons["error"],
         "turns/max_turns_ratio": reasons["turns"] / num,
