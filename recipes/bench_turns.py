@@ -303,11 +303,17 @@ class Bench:
             yield conversations
 
     def samples(self, level: str, kind: str) -> list[Sample]:
-        """One per episode, since each has latencies of its own; a prompt's lie apart, so that replicas share alike."""
-        none = [0.0] * (self.workload.turns - 1)
+        """One per episode, since each has latencies of its own; a prompt's are neighbours in a replica, as training's
+        are: what attention reads of their prompt is read once."""
+        none, replicas = [0.0] * (self.workload.turns - 1), self.engine.num_replicas
+
+        def prompt_ids(uid: int) -> list[int]:
+            place, replica = divmod(uid, replicas)
+            return self.prompts[(place // self.workload.n * replicas + replica) % self.workload.prompts]
+
         return [
             Sample(
-                uid=uid, prompt_ids=self.prompts[uid % self.workload.prompts], data_source="bench", ground_truth="",
+                uid=uid, prompt_ids=prompt_ids(uid), data_source="bench", ground_truth="",
                 extra_info={"latencies": self.latencies.get(level, {}).get(uid, none), "observed": self.observed},
                 agent_name=kind.capitalize(),
             )
@@ -326,8 +332,10 @@ class Bench:
             list(conversations.generate(own, self.sampling(length=short.response_len)))
         conversations.max_turn_len = self.workload.turn_len
         rng = random.Random(self.cfg.seed)
-        more = [rng.randrange(3, 256) for _ in range(self.workload.response_len // 2)]
-        own = [replace(it, prompt_ids=it.prompt_ids + more) for it in self.engine.share(self.samples("l0", "threads"))]
+        own = [
+            replace(it, prompt_ids=it.prompt_ids + rng.choices(range(3, 256), k=self.workload.response_len // 2))
+            for it in self.engine.share(self.samples("l0", "threads"))
+        ]
         sizes = sorted({max(1, round(share * len(own))) for share in CALIBRATED})
         length = min(CALIBRATION_LEN, self.workload.response_len // 2)
         for _ in range(2):  # a batch's first kernels are compiled in the first one
@@ -362,7 +370,10 @@ class Bench:
         self.world.gather(None)
         started = time.perf_counter()
         if name == "single":
-            prompts = [replace(it, extra_info={}) for it in self.samples("l0", "threads")[: workload.prompts]]
+            prompts = [
+                Sample(uid=uid, prompt_ids=ids, data_source="bench", ground_truth="", extra_info={})
+                for uid, ids in enumerate(self.prompts)
+            ]
             sampling = self.sampling(n=workload.n, length=workload.turns * workload.turn_len)
             groups = list(self.engine.generate(self.engine.share(prompts), sampling))
         else:

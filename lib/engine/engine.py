@@ -245,6 +245,7 @@ class RolloutEngine:
         num_old = len(rollout.response_ids)
         params = self._sampling_params(sampling, rollout.sample, stream, num_generated=num_old)
         params.n, params.seed, params.max_tokens = 1, params.seed + rollout.index, max_turn_len
+        params.skip_clone = True  # nobody else has them
         return self._submit(rollout.sample.prompt_ids + rollout.response_ids, params)
 
     @contextmanager

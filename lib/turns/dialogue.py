@@ -218,14 +218,23 @@ class Dialogue:
             self._finish(episode, "turns")
         else:
             try:
-                messages, was_cut = self._cut(value["messages"])
-                ids = self.appender.ids(messages)
+                messages, ids, was_cut = self._observation(value["messages"])
             except Exception as problem:  # the template's own kinds
                 error = f"{episode.kind}.step: the chat template refuses what it returned: {problem}"
                 self._over(episode, "error", score=Score(score=None, error=error))
                 return
             episode.metrics["truncated_observations"] = float(was_cut)
             self._answer(episode, ids=ids, messages=messages)
+
+    def _observation(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[int], bool]:
+        """Messages as the model sees them, their ids with what the template writes around them, whether any was cut."""
+        most, whole = self.cfg.max_observation_len, [dict(message) for message in messages]
+        if sum(len(message["content"]) for message in whole) <= CHARS_PER_TOKEN * most:
+            ids = self.appender.ids(whole)
+            if len(ids) <= most:  # then so is the text alone, whose tokens need not be counted
+                return whole, ids, False
+        shorter, was_cut = self._cut(whole)
+        return shorter, self.appender.ids(shorter), was_cut
 
     def _cut(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
         """The messages with at most --turns.max-observation-len tokens of text; whether any was cut."""

@@ -25,7 +25,7 @@ class WorkerPool(ABC, Generic[W]):
         self._workers: list[W] = []
         self._num_workers = num_workers
         self._stopped: list[subprocess.Popen] = []
-        self._closing = False
+        self._closing = self._is_called = False
         self._crash: BaseException | None = None
         self._selector = selectors.DefaultSelector()
         self._alarm, self._alarm_receiver = socket.socketpair()
@@ -43,7 +43,10 @@ class WorkerPool(ABC, Generic[W]):
         self._thread.join()
 
     def _wake(self) -> None:
-        """Has the thread look at what is asked."""
+        """Has the thread look at what is asked; once for all that is asked until it does."""
+        if self._is_called:
+            return
+        self._is_called = True
         with suppress(OSError):  # full: it wakes anyway; closed: no worker to wake
             self._alarm.send(b"\0")
 
@@ -81,6 +84,7 @@ class WorkerPool(ABC, Generic[W]):
             for _ in range(self._num_workers):
                 self._start_worker()
             while not self._closing:
+                self._is_called = False  # before it looks: what is asked from now on calls it again
                 self._assign()
                 for key, events in self._selector.select(self._seconds_to_deadline()):
                     if key.data is None:

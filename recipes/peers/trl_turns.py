@@ -131,7 +131,7 @@ def measure(cfg: PeerTurnsConfig, workload: bench_turns.Workload, folder: str) -
             self._last_loaded_step = self.state.global_step  # the engine has read the same weights from the folder
             self.row("warm-up, not to be counted", prompts[: workload.n], [])
             l0_s = self.row("L0", prompts, [])
-            per_prompt = [[every[prompt + workload.prompts * k] for k in range(workload.n)]
+            per_prompt = [[every[prompt * workload.n + k] for k in range(workload.n)]
                           for prompt in range(workload.prompts)]  # fmt: skip
             if cfg.l1_prompts:
                 some = [own for of_prompt in per_prompt[: cfg.l1_prompts] for own in of_prompt]
