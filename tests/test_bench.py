@@ -4,10 +4,14 @@ import json
 import math
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
 from lib.families import build_causal_lm
+from lib.launch import setup
+from recipes import bench
 from recipes.bench import (
     FIGURES,
     Probes,
@@ -112,3 +116,23 @@ def test_the_parameters_of_every_shape_are_counted(shape, tmp_path):
     getattr(transformers, config_class)(**words, tie_word_embeddings=tied).save_pretrained(tmp_path)
     matrices = [it for it in build_causal_lm(tmp_path).parameters() if it.ndim > 1]
     assert count_parameters(read_shape(str(tmp_path))) == sum(it.numel() for it in matrices)
+
+
+def test_the_yardstick_is_taken_in_the_last_step_whatever_the_start_samples():
+    class Engine:
+        world = SimpleNamespace(gather=lambda value: [value])
+        kv_cache_tokens = max_num_seqs = pool_bytes = 0
+
+        def generate(self, samples, sampling, **_):
+            yield from ()
+
+    taken, probes = [], Probes(num_steps=2)
+    with (
+        patch.object(bench, "RolloutEngine", Engine),
+        patch.object(bench, "generate_raw", lambda *_: taken.append(None) or (1.0, 1)),
+        probes.installed(),
+    ):
+        engine = setup.RolloutEngine()
+        for stream, expected in (("proof", 0), ("train", 0), ("train", 1)):
+            list(engine.generate([], None, stream=stream))
+            assert len(taken) == expected, stream

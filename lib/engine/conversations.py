@@ -16,10 +16,10 @@ from lib.errors import Stopped
 from lib.types import Rollout, Score
 
 Join = Literal["arrival", "step", "round"]
-"""When an answered episode goes on: at once; in the step in which its turn ended, for which all wait; when no other
-episode runs any more."""
+"""When an answered episode goes on: within a few steps; in the step in which its turn ended, for which all wait; when
+no other episode runs any more."""
 LEAST_TURN = 16  # tokens that an observation leaves, or the episode ends before it
-POLL_STEPS = 4  # between two exchanges of answers among the ranks of a replica, while episodes run
+POLL_STEPS = 4  # between two looks for answers while episodes run: a step in which turns begin is a slow one
 WAIT_S = 0.25  # for an answer where nothing runs, before it is asked again whether to stop
 
 
@@ -163,7 +163,7 @@ class _Turns:
         if not self.waiting or (join == "round" and self.running):
             return True
         must_wait = not self.running or join == "step"
-        if must_wait or self.engine.tp_size == 1 or self.num_steps % POLL_STEPS == 0:
+        if must_wait or self.num_steps % POLL_STEPS == 0:
             own = []
             if self.engine.is_leader:
                 own = self.answers.take(wait_s=WAIT_S if must_wait else 0.0)
