@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import selectors
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +65,8 @@ def main(fd: int, parent: int) -> None:
         write_frame(replies, {"start_error": _start_message(spec, "setup() fails", error)})
         return
     write_frame(replies, {"warnings": [], "about": about})
-    asyncio.run(_Server(kinds, spec, requests, replies).serve())
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_Selector())) as runner:
+        runner.run(_Server(kinds, spec, requests, replies).serve())
 
 
 # ---- Loading ----
@@ -218,7 +220,6 @@ class _Server:
         self.threads = ThreadPoolExecutor(MAX_THREADS, "turns")
         self.num_stuck = 0
         """Calls that overran their time in a thread that goes on."""
-        self.own_pid = os.getpid()
 
     async def serve(self) -> None:
         """Until the channel closes."""
@@ -252,9 +253,9 @@ class _Server:
         except TimeoutError:
             error = f"{verb} timed out after {self.timeout_s:g} s"
         except BaseException as problem:
+            if asyncio.current_task().cancelling():  # the loop ends, by a task of another episode's
+                os._exit(1)
             error = error_in_words(problem)
-        if os.getpid() != self.own_pid:  # a child that the user's code forked and forgot
-            os._exit(1)
         write_frame(self.replies, {
             "job": job, "value": value, "error": error, "is_stuck": self.num_stuck > 0, "memory": memory_bytes(),
             "seconds": time.monotonic() - start, "bad_calls": calls.bad, "tool_errors": calls.errors,
@@ -271,7 +272,7 @@ class _Server:
     async def _step(self, key: Any, payload: dict[str, Any], calls: "_WorkerCalls") -> dict[str, Any]:
         env = self.episodes[key]
         reply = Reply(**{**payload, "calls": [Call(**call) for call in payload["calls"]]})
-        grace_s = GRACE_S if type(env).step in (Environment.step, Interaction.step) else 0.0
+        grace_s = GRACE_S if env.bound else 0.0
         found = read_observation(await calls.run(env.step, reply, instant=env.instant, grace_s=grace_s))
         given = {name: values for name, values in calls.given.items() if values}
         return {
@@ -310,10 +311,10 @@ class _WorkerCalls(Calls):
     async def run(self, function: Callable, *args: Any, instant: bool = False, grace_s: float = 0.0) -> Any:
         limit_s = self.timeout_s + grace_s
         if instant or inspect.iscoroutinefunction(function):
-            result = function(*args)
+            result = _called(function, args)
         else:
             context = contextvars.copy_context()
-            future = self.server.threads.submit(context.run, lambda: function(*args))
+            future = self.server.threads.submit(context.run, _called, function, args)
             try:
                 result = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), limit_s)
             except (TimeoutError, asyncio.CancelledError) as error:  # its own limit, or that of what called it
@@ -322,7 +323,61 @@ class _WorkerCalls(Calls):
                 if not future.done() or isinstance(error, asyncio.CancelledError):
                     raise
                 result = future.result()  # what the function itself raised, a TimeoutError of its own
-        return await asyncio.wait_for(result, limit_s) if inspect.isawaitable(result) else result
+        return await asyncio.wait_for(_awaited(result), limit_s) if inspect.isawaitable(result) else result
+
+
+ENDS = (SystemExit, KeyboardInterrupt, StopIteration)
+"""What would end the loop of all episodes, or never arrive there: of the user's code they are errors like others."""
+
+
+def _called(function: Callable, args: Sequence[Any]) -> Any:
+    """What the user's function returns. Raises what it raises; RuntimeError instead of `ENDS`."""
+    own_pid = os.getpid()
+    try:
+        return function(*args)
+    except ENDS as error:
+        raise _as_error(error) from None
+    finally:
+        _end_child(own_pid)
+
+
+async def _awaited(result: Any) -> Any:
+    """The same of what is to be awaited; RuntimeError too where it is cancelled by nobody."""
+    own_pid = os.getpid()
+    try:
+        return await result
+    except ENDS as error:
+        raise _as_error(error) from None
+    except asyncio.CancelledError as error:
+        if asyncio.current_task().cancelling():  # by its time limit
+            raise
+        raise _as_error(error) from None
+    finally:
+        _end_child(own_pid)
+
+
+def _as_error(error: BaseException) -> RuntimeError:
+    text = ": ".join(filter(None, (type(error).__name__, str(error))))
+    return RuntimeError(text).with_traceback(error.__traceback__)
+
+
+def _end_child(own_pid: int) -> None:
+    """Ends a child that the user's code forked and forgot."""
+    if os.getpid() != own_pid:
+        os._exit(1)
+
+
+class _Selector(selectors.DefaultSelector):
+    """What the loop waits with. A child that shares it, forked by the user's code, must not read what is not its."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own_pid = os.getpid()
+
+    def select(self, timeout: float | None = None) -> Any:
+        """As the base class."""
+        _end_child(self.own_pid)
+        return super().select(timeout)
 
 
 # ---- What an environment returned ----
