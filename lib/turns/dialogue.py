@@ -19,7 +19,12 @@ from lib.turns.kinds import Kinds
 from lib.turns.tool_calls import read_calls, schemas_by_name
 from lib.types import Rollout, Score
 
-OWN_METRICS = ("calls", "bad_calls", "tool_errors", "tool_timeouts", "truncated_observations", "replayed")
+OWN_METRICS = (
+    "calls", "bad_calls", "tool_errors", "tool_timeouts", "truncated_observations", "replayed", "prompt_tokens",
+    "cached_tokens", "per_episode", "calls_per_episode", "excluded", "max_turns_ratio", "cached_prompt_ratio",
+    "waiting_share", "tool_latency_s/p50", "tool_latency_s/p99", "tool_latency_s/max",
+)  # fmt: skip
+"""What is counted here, or made of that in lib/turns/conversations.py: environments cannot give it."""
 LEFT_OUT = "\n[{} tokens left out]\n"
 CHARS_PER_TOKEN = 32  # of a text that is cut: what is far beyond need not be tokenised
 
@@ -203,10 +208,12 @@ class Dialogue:
     def _read_step(self, episode: _Episode, result: Result) -> None:
         self.seconds.append(result.seconds)
         for note in result.notes:
-            if note not in self._told and len(self._told) < 20:
-                self._told.add(note)
-                self.say(f"warning: a tool failed, the model is told so: {note}")
+            kind_and_place = note.partition(":")[0] + note.rpartition(" [")[2]  # the text may be the model's
+            self._tell(kind_and_place, f"a tool failed, the model is told so: {note}")
         value = result.value
+        for name in value["metrics"]:
+            if name in OWN_METRICS:
+                self._tell(name, f"{episode.kind} measures {name}, a name of ours: it is left out; rename it")
         measured = {name: number for name, number in value["metrics"].items() if name not in OWN_METRICS}
         counts = {name: float(getattr(result, name)) for name in ("bad_calls", "tool_errors", "tool_timeouts")}
         episode.metrics |= {**measured, **counts}
@@ -226,6 +233,12 @@ class Dialogue:
                 return
             episode.metrics["truncated_observations"] = float(was_cut)
             self._answer(episode, ids=ids, messages=messages)
+
+    def _tell(self, what: str, warning: str) -> None:
+        """Warns, once."""
+        if what not in self._told and len(self._told) < 20:
+            self._told.add(what)
+            self.say(f"warning: {warning}")
 
     def _cut(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
         """The messages with at most --turns.max-observation-len tokens of text; whether any was cut."""
