@@ -164,8 +164,18 @@ class Table:
         return rollout, answer
 
 
-def said(rollout, text, end=True):
-    ids = [*QWEN.tokenizer(text, add_special_tokens=False)["input_ids"], *[END] * end]
+def replace_template(table, name):
+    """A dialogue at the same table under another chat template."""
+    table.dialogue = Dialogue(
+        table.hub, table.cfg, Kinds(table.hub.about), template(name), format="qwen3-coder",
+        stop_ids=[template(name).tokenizer.eos_token_id], max_prompt_len=400, split_prompts=False, seed=3,
+        say=table.said.append,
+    )  # fmt: skip
+    return table.dialogue
+
+
+def said(rollout, text, end=True, template=QWEN):
+    ids = [*template.tokenizer(text, add_special_tokens=False)["input_ids"], *[template.tokenizer.eos_token_id] * end]
     return replace(rollout, response_ids=[*rollout.response_ids, *ids], spans=[*rollout.spans, len(ids)])
 
 
@@ -331,6 +341,21 @@ def test_a_call_inside_thinking_is_none(file):
         thought = "<think>" + CALL % ("add", '{"a": 2, "b": 3}') + "</think>Done."
         _, over = table.play(table_begin(table, 0), thought)
         assert over.finish_reason == "stop" and over.metrics["calls"] == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_6", "nemotron_3_nano"])
+def test_a_call_inside_thinking_that_the_prompt_has_begun_is_none(file, name):
+    with Table(file, "add") as table:
+        dialogue = replace_template(table, name)
+        for index, (text, calls) in enumerate((
+            (CODER + "</think>Done.", 0), (CODER, 0), ("I add.</think>" + CODER, 1), ("<think></think>" + CODER, 1),
+        )):  # fmt: skip
+            rollout = said(table_begin(table, index), text, template=dialogue.template)
+            reply = dialogue._reply(dialogue._episodes[7, index], rollout.sampled_turns[0], 0)
+            assert len(reply["calls"]) == calls and reply["text"].startswith(text.partition("<tool_call>")[0])
+
+
+CODER = "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_hub import ask, call, hub, reply, reset, results
+from tests.test_hub import ROW, ask, call, hub, reply, reset, results
 
 FILE = '''
 import asyncio, os, sys, time
@@ -163,6 +163,29 @@ def test_a_task_that_ends_the_process_costs_the_episode_that_began_it(path):
         found = results(it, 2)
         assert texts(found["other", "step"]) == ["fine"]
         assert "exited with code" in found["bad", "step"].error
+
+
+def test_what_a_worker_says_after_its_end_is_nothing(path):
+    """Its answer to `close` may lie in the channel behind the one with which it ended."""
+    with hub(path, "Tools") as it:
+        reset(it, "a", "Tools")
+        [worker] = it._workers
+        ask(it, "step", "a", reply(calls=[call("hangs")]))
+        it.call("close", "a")
+        deadline = time.monotonic() + 30
+        while worker in list(it._workers):
+            assert time.monotonic() < deadline, "the worker that is stuck lives on"
+            time.sleep(0.01)
+        it._read(worker, {"job": 0, "is_stuck": True})
+
+
+def test_a_defect_of_the_hub_is_raised_and_not_waited_for(path):
+    with hub(path, "Tools") as it:
+        it.wait_until_started()
+        it.call("reset", "a", {"kind": "Nothing", "row": ROW, "seed": 1})
+        with pytest.raises(RuntimeError, match="hub") as raised:
+            results(it, 1)
+        assert isinstance(raised.value.__cause__, KeyError)
 
 
 def descendants(pid):

@@ -12,7 +12,7 @@ from typing import Any
 from lib.data.chat_template import ChatTemplate
 from lib.engine.conversations import Answer
 from lib.engine.engine import request_seed
-from lib.turns.appended import Appender
+from lib.turns.appended import ASKED, Appender
 from lib.turns.config import Format, TurnsConfig
 from lib.turns.hub import Hub, Result
 from lib.turns.kinds import Kinds
@@ -62,6 +62,9 @@ class Dialogue:
         dataset's prompts spell are ordinary text. `say` tells people, once, what a tool raised."""
         self.hub, self.cfg, self.kinds, self.template, self.format = hub, cfg, kinds, template, format
         self.appender, self.stop_ids = Appender(template, stop_ids), set(stop_ids)
+        begun = template.render([ASKED]).rpartition(ASKED["content"])[2] if format is not None else ""
+        self._thinking = "<think>" if "<think>" in begun.rpartition("</think>")[2] else ""
+        """Begun by the prompt: a turn goes on with it."""
         self.max_prompt_len, self.split_prompts, self.seed, self.say = max_prompt_len, split_prompts, seed, say
         self.seconds: list[float] = []
         """That calls of `step` took."""
@@ -140,7 +143,8 @@ class Dialogue:
         text = self.template.tokenizer.decode(ids[:-1] if ids[-1] in self.stop_ids else ids)
         calls = []
         if self.format is not None and episode.tools:
-            text, calls = read_calls(text, self.format, schemas_by_name(episode.tools))
+            text, calls = read_calls(self._thinking + text, self.format, schemas_by_name(episode.tools))
+            text = text.removeprefix(self._thinking)
         most = self.cfg.max_calls
         told = [{**vars(call)} for call in calls]
         for call in told[most:]:

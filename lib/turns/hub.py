@@ -164,6 +164,8 @@ class Hub(WorkerPool[_TurnsWorker]):
             found.append(self._results.get(timeout=wait_s) if wait_s else self._results.get_nowait())
             while True:
                 found.append(self._results.get_nowait())
+        if self._crash is not None:
+            raise RuntimeError("the hub's thread ended, no environment answers any more") from self._crash
         return found
 
     # What follows runs in the pool's thread, which alone touches episodes too.
@@ -269,7 +271,7 @@ class Hub(WorkerPool[_TurnsWorker]):
 
     def _end_if_stuck(self, worker: _TurnsWorker) -> None:
         """Ends a worker with a thread that goes on, which has been replaced, as soon as its last episode is over."""
-        if worker.is_stuck and not worker.keys and not worker.calls:
+        if worker.is_stuck and not worker.keys and not worker.calls and worker in self._workers:
             self._stop(worker)
 
     def _answered(self, key: Hashable, episode: _Episode, message: dict[str, Any]) -> None:
