@@ -220,7 +220,7 @@ def test_what_reset_says_stands_behind_the_prompt_and_spells_no_control_token(fi
         assert ids.count(END) == plain.count("<|im_end|>") - 1
         table.begin(replace(SAMPLE, extra_info={"begin": "y" * 1000}), index=1)
         over = table.answer()
-        assert over.finish_reason == "error" and "tokens, above --data.max-prompt-len" in over.score.error
+        assert over.finish_reason == "error" and "tokens, above --data.max-prompt-len 400" in over.score.error
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lib.errors import UserError
+from lib.turns import Observation
+from lib.turns.worker import read_observation
 from tests.test_hub import ROW, ask, call, hub, reply, reset, results
 
 FILE = '''
@@ -186,6 +189,35 @@ def test_a_defect_of_the_hub_is_raised_and_not_waited_for(path):
         with pytest.raises(RuntimeError, match="hub") as raised:
             results(it, 1)
         assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_a_name_that_utf8_cannot_hold_is_escaped():
+    found = read_observation(Observation(messages=[{"role": "tool", "name": "a\ud800", "content": "b\ud800"}]))
+    assert found["messages"] == [{"role": "tool", "name": "a\\ud800", "content": "b\\ud800"}]
+
+
+TWICE = '''
+
+def other() -> str:
+    """Answers at once."""
+
+
+other.__name__ = "slow"
+
+
+class Both(Environment):
+    tools = (slow, other)
+'''
+
+
+@pytest.mark.parametrize("names", [("slow", "other"), ("Both",)])
+def test_two_tools_of_one_name_are_told(tmp_path, names):
+    (tmp_path / "twice.py").write_text(FILE + TWICE)
+    with (
+        hub(str(tmp_path / "twice.py"), *names) as it,
+        pytest.raises(UserError, match=r"two tools of one name; .*slow"),
+    ):
+        it.wait_until_started()
 
 
 def descendants(pid):

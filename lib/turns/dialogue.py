@@ -191,7 +191,10 @@ class Dialogue:
             try:
                 prompt_ids = self.prompt_ids(episode.rollout.sample.messages, value["messages"], episode.tools)
                 if len(prompt_ids) > self.max_prompt_len:
-                    error = f"makes a prompt of {len(prompt_ids)} tokens, above --data.max-prompt-len"
+                    error = (
+                        f"with what it returned the prompt has {len(prompt_ids)} tokens, above --data.max-prompt-len "
+                        f"{self.max_prompt_len}"
+                    )
             except Exception as problem:  # the template's own kinds
                 error = f"the chat template refuses what it returned: {problem}"
         if error is not None:

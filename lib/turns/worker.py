@@ -15,6 +15,7 @@ import pickle
 import selectors
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -167,6 +168,12 @@ def describe(kind: type[Environment]) -> dict[str, Any]:
     StartError for a tool that does not say what its arguments are."""
     tools = kind.described_tools()
     schemas = [_schema(tool) for tool in tools]
+    names = Counter(schema["function"]["name"] for schema in schemas)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise StartError(
+            f"two tools of one name; {kind.__name__} of --turns.path; found {', '.join(twice)} more than once, "
+            "expected a name of its own for each, by which the model calls it; rename one, or leave it out"
+        )
     takes = [None if is_class_tool(tool) else arguments_of(tool) for tool in tools]
     scores = kind.score is not Environment.score
     own = [it for name in ("reset", "step", "score") if (it := getattr(kind, name)) is not getattr(Environment, name)]
@@ -413,6 +420,10 @@ def _message(value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping) or value.get("role") not in ("tool", "user"):
         role = value.get("role") if isinstance(value, Mapping) else type(value).__name__
         raise ValueError(f"returned a message of the role {role!r}, expected tool or user")
-    text = as_text(value.get("content", ""))[:MAX_CHARS].encode(errors="backslashreplace").decode()
-    message = {"role": value["role"], "content": text}
-    return message | ({"name": str(value.get("name") or "tool")[:100]} if value["role"] == "tool" else {})
+    message = {"role": value["role"], "content": _utf8(as_text(value.get("content", ""))[:MAX_CHARS])}
+    return message | ({"name": _utf8(str(value.get("name") or "tool")[:100])} if value["role"] == "tool" else {})
+
+
+def _utf8(text: str) -> str:
+    """The text, what UTF-8 cannot hold (halves of surrogate pairs) as escapes."""
+    return text.encode(errors="backslashreplace").decode()
