@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from lib.dist import SINGLE
 from lib.turns.config import TurnsConfig
-from lib.turns.conversations import of_episodes
+from lib.turns.conversations import Conversations, of_episodes
 from lib.turns.dialogue import OWN_METRICS, Dialogue
 from lib.turns.hub import Hub
 from lib.turns.kinds import Kinds
@@ -421,3 +422,15 @@ def test_an_environment_that_cannot_be_replayed_is_excluded_when_its_worker_dies
         table.kill_workers()
         _, over = table.play(rollout, "two")
         assert over.finish_reason == "error" and "cannot be replayed" in over.score.error
+
+
+def test_an_episode_that_cannot_be_replayed_is_left_for_no_later_step(file):
+    with Table(file, "Game", "Once") as table:
+        about = {"join": "arrival", "max_turn_len": None, "world": SINGLE}
+        made = Conversations(None, table.dialogue, Kinds(table.hub.about), **about)
+        for name, may_wait in (("Game", True), ("Once", False), ("single_turn_agent", True)):
+            new = Rollout(
+                sample=replace(SAMPLE, agent_name=name), index=0, response_ids=[], rollout_log_probs=[],
+                finish_reason="unfinished",
+            )  # fmt: skip
+            assert made._may_wait(new) and made._may_wait(said(new, "one")) == may_wait
