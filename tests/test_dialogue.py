@@ -433,4 +433,4 @@ def test_an_episode_that_cannot_be_replayed_is_left_for_no_later_step(file):
                 sample=replace(SAMPLE, agent_name=name), index=0, response_ids=[], rollout_log_probs=[],
                 finish_reason="unfinished",
             )  # fmt: skip
-            assert made._may_wait(new) and made._may_wait(said(new, "one")) == may_wait
+            assert made._may_wait(new) == made._may_wait(said(new, "one")) == may_wait

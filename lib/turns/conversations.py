@@ -74,7 +74,7 @@ class Conversations:
 
     def _may_wait(self, rollout: Rollout) -> bool:
         kind = self.kinds.of(rollout.sample.agent_name, rollout.sample.extra_info)
-        return kind is None or self.kinds.about[kind].replayable or not rollout.response_ids
+        return kind is None or self.kinds.about[kind].replayable
 
     def _converse(
         self, rollouts: Sequence[Rollout], sampling: Sampling, *, stop: Callable[[], bool], stream: str = "train",
