@@ -9,6 +9,7 @@ import pytest
 from lib.errors import UserError
 from lib.turns import Observation
 from lib.turns.worker import read_observation
+from lib.workers import process
 from tests.test_hub import ROW, ask, call, hub, reply, reset, results
 
 FILE = '''
@@ -98,6 +99,16 @@ class Passes(Environment):
         return super().step(reply)
 
 
+class Keeps(Environment):
+    """Keeps what it has seen, of all episodes of its process."""
+
+    kept = []
+
+    def step(self, reply):
+        self.kept.append(b"x" * (300_000_000 if reply.text else 1))
+        return Observation(messages=str(len(self.kept)))
+
+
 class Task(Environment):
     """Ends the loop of all episodes, by a task of its own."""
 
@@ -179,7 +190,28 @@ def test_what_a_worker_says_after_its_end_is_nothing(path):
         while worker in list(it._workers):
             assert time.monotonic() < deadline, "the worker that is stuck lives on"
             time.sleep(0.01)
-        it._read(worker, {"job": 0, "is_stuck": True})
+        it._read(worker, {"job": 0, "is_stuck": True, "memory": 1})
+
+
+def test_a_worker_that_holds_ever_more_memory_is_replaced_behind_its_last_episode(path, monkeypatch):
+    assert (process.GROWN_GIB, process.GROWN_TIMES) == (8, 10)
+    monkeypatch.setattr(process, "GROWN_GIB", 0.2)
+    monkeypatch.setattr(process, "GROWN_TIMES", 2)
+    with hub(path, "Keeps") as it:
+        for key in ("a", "b"):
+            reset(it, key, "Keeps")
+        [worker] = it._workers
+        assert texts(ask(it, "step", "a", reply())) == ["1"] and it.num_outgrown == 0
+        assert texts(ask(it, "step", "a", reply("much"))) == ["2"]
+        assert texts(ask(it, "step", "b", reply())) == ["3"] and it.num_outgrown == 1  # with the one that has it
+        for key in ("a", "b"):
+            it.call("close", key)
+        deadline = time.monotonic() + 30
+        while worker in list(it._workers):
+            assert time.monotonic() < deadline, "the worker that has outgrown lives on"
+            time.sleep(0.01)
+        reset(it, "c", "Keeps")
+        assert texts(ask(it, "step", "c", reply())) == ["1"] and it.num_outgrown == 1
 
 
 def test_a_defect_of_the_hub_is_raised_and_not_waited_for(path):

@@ -159,6 +159,8 @@ class Dialogue:
         for result in self.hub.take(wait_s=0.0 if self._ready else wait_s):
             if result.key in self._open:
                 self._read(self._open[result.key], result)
+        if self.hub.num_outgrown:
+            self._tell("memory", "workers of --turns.path held ever more memory and are replaced; mend what it keeps")
         if wait_s:
             self.waited_s += time.monotonic() - start
         ready, self._ready = self._ready, []
