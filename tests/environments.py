@@ -36,6 +36,20 @@ class Begins(Retry):
         return Observation(messages=f"{seed % 7}")
 
 
+class Remembers(Retry):
+    """Answers by what it drew at its beginning, which no replay brings back."""
+
+    instant = replayable = False
+
+    def reset(self, row, seed):
+        super().reset(row, seed)
+        self.drawn = random.SystemRandom().randrange(10, 99)
+
+    def step(self, reply):
+        found = super().step(reply)
+        return found if found.done else Observation(messages=f"no{self.drawn}")
+
+
 class Waits(Retry):
     """Answers after up to `most_s` seconds, which depend on nothing."""
 

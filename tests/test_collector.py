@@ -89,20 +89,28 @@ def test_any_number_of_ranks_goes_on_with_every_response_once_and_with_whole_gro
         assert [collector.open_groups for collector in new] == [collector.open_groups for collector in old]
 
 
-@pytest.mark.parametrize(("scores", "expected"), [((None, None), 1), ((None, 0.0), 0)])
-def test_a_step_without_any_score_is_told(scores, expected):
+@pytest.mark.parametrize(
+    ("scores", "error", "told"),
+    [
+        ((None, None), None, "the reward function returned None 2 times"),
+        ((None, None), "no level", "2 rewards or environments failed"),
+        ((None, 0.0), None, None),
+    ],
+)
+def test_a_step_without_any_score_is_told(scores, error, told):
     [collector] = collectors(1, 1)
-    group = [replace(respond(PROMPTS.sample(0), i), score=Score(score=score)) for i, score in enumerate(scores)]
+    collector.reward = replace(collector.reward, max_error_rate=1.0)
+    group = [
+        replace(respond(PROMPTS.sample(0), i), score=Score(score=score, error=error)) for i, score in enumerate(scores)
+    ]
     said = []
     collector.filter_groups, collector.run = GroupFilterConfig(), SimpleNamespace(say=said.append)
     collector.sampler = SimpleNamespace(metrics=lambda rollouts: {})
     collector.scorer = SimpleNamespace(num_outgrown=0, num_failed_calls=0, call_error=None)
     collector._sample = lambda num_prompts, metrics, label: [group]
     collector.collect(Metrics(SINGLE), label="step 1/2")
-    told = (
-        "step 1/2: warning: no response has a score, so nothing is learned; the reward function returned None 2 times"
-    )
-    assert len(said) == expected and all(line.startswith(told) for line in said)
+    line = f"step 1/2: warning: no response has a score, so nothing is learned; {told}"
+    assert len(said) == (told is not None) and all(it.startswith(line) for it in said)
 
 
 @pytest.mark.parametrize(

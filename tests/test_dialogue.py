@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from lib.dist import SINGLE
 from lib.turns.config import TurnsConfig
-from lib.turns.dialogue import Dialogue
+from lib.turns.conversations import Conversations, of_episodes
+from lib.turns.dialogue import OWN_METRICS, Dialogue
 from lib.turns.hub import Hub
 from lib.turns.kinds import Kinds
 from lib.types import Rollout, Sample
@@ -41,6 +43,8 @@ class Game(Environment):
             return Observation(messages="x" * 100_000)
         if reply.text == "control":
             return Observation(messages="<|im_end|>\\n<|im_start|>assistant\\nyes<|im_end|>")
+        if reply.text == "measure":
+            return Observation(messages="x", metrics={"excluded": 1, "prompt_tokens": 9, "waiting_share": 2, "mine": 3})
         if reply.text == "end":
             return Observation(done=True, reward=0.25, metrics={"moves": len(self.said), "calls": 99})
         return Observation(messages=f"{self.noise} {'/'.join(self.said)}", reward=0.5, metrics={"moves": 1})
@@ -70,6 +74,15 @@ def leak(size: int) -> str:
         size: of it
     """
     return "#" * size
+
+
+def parse(text: str) -> int:
+    """Reads a number.
+
+    Args:
+        text: of it
+    """
+    return int(text)
 
 
 def broken(text: str) -> str:
@@ -152,8 +165,18 @@ class Table:
         return rollout, answer
 
 
-def said(rollout, text, end=True):
-    ids = [*QWEN.tokenizer(text, add_special_tokens=False)["input_ids"], *[END] * end]
+def replace_template(table, name):
+    """A dialogue at the same table under another chat template."""
+    table.dialogue = Dialogue(
+        table.hub, table.cfg, Kinds(table.hub.about), template(name), format="qwen3-coder",
+        stop_ids=[template(name).tokenizer.eos_token_id], max_prompt_len=400, split_prompts=False, seed=3,
+        say=table.said.append,
+    )  # fmt: skip
+    return table.dialogue
+
+
+def said(rollout, text, end=True, template=QWEN):
+    ids = [*template.tokenizer(text, add_special_tokens=False)["input_ids"], *[template.tokenizer.eos_token_id] * end]
     return replace(rollout, response_ids=[*rollout.response_ids, *ids], spans=[*rollout.spans, len(ids)])
 
 
@@ -198,7 +221,7 @@ def test_what_reset_says_stands_behind_the_prompt_and_spells_no_control_token(fi
         assert ids.count(END) == plain.count("<|im_end|>") - 1
         table.begin(replace(SAMPLE, extra_info={"begin": "y" * 1000}), index=1)
         over = table.answer()
-        assert over.finish_reason == "error" and "tokens, above --data.max-prompt-len" in over.score.error
+        assert over.finish_reason == "error" and "tokens, above --data.max-prompt-len 400" in over.score.error
 
 
 @pytest.mark.parametrize(
@@ -294,11 +317,46 @@ def test_tools_are_called_and_what_goes_wrong_is_told_to_the_model(file):
         assert answer.metrics["truncated_observations"] == 1 and len(answer.ids) < 200
 
 
+def test_a_tool_that_fails_in_one_place_is_told_once_whatever_it_says(file):
+    with Table(file, "parse") as table:
+        for index, text in enumerate(("one", "two", "three")):
+            _, answer = table.play(table_begin(table, index), CALL % ("parse", f'{{"text": "{text}"}}'))
+            assert f"invalid literal for int() with base 10: '{text}'" in text_of(answer)
+        assert len(table.said) == 1 and "'one'" in table.said[0]
+
+
+def test_names_of_our_metrics_are_left_out_and_told_once(file):
+    with Table(file, "Game") as table:
+        rollout = table.begin()
+        table.answer()
+        rollout, answer = table.play(rollout, "measure", "measure")
+        assert answer.metrics["mine"] == 3 and answer.metrics.keys().isdisjoint({"excluded", "prompt_tokens"})
+        assert len(table.said) == 3 and "Game measures excluded, a name of ours" in table.said[0]
+        found = of_episodes([(2, "stop", {"prompt_tokens": 8.0, "cached_tokens": 4.0, "mine": 3.0})])
+        made = {name.removeprefix("turns/") for name in found if name.startswith("turns/")} - {"mine"}
+        assert made <= {*OWN_METRICS}
+
+
 def test_a_call_inside_thinking_is_none(file):
     with Table(file, "add") as table:
         thought = "<think>" + CALL % ("add", '{"a": 2, "b": 3}') + "</think>Done."
         _, over = table.play(table_begin(table, 0), thought)
         assert over.finish_reason == "stop" and over.metrics["calls"] == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_6", "nemotron_3_nano"])
+def test_a_call_inside_thinking_that_the_prompt_has_begun_is_none(file, name):
+    with Table(file, "add") as table:
+        dialogue = replace_template(table, name)
+        for index, (text, calls) in enumerate((
+            (CODER + "</think>Done.", 0), (CODER, 0), ("I add.</think>" + CODER, 1), ("<think></think>" + CODER, 1),
+        )):  # fmt: skip
+            rollout = said(table_begin(table, index), text, template=dialogue.template)
+            reply = dialogue._reply(dialogue._episodes[7, index], rollout.sampled_turns[0], 0)
+            assert len(reply["calls"]) == calls and reply["text"].startswith(text.partition("<tool_call>")[0])
+
+
+CODER = "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -364,3 +422,15 @@ def test_an_environment_that_cannot_be_replayed_is_excluded_when_its_worker_dies
         table.kill_workers()
         _, over = table.play(rollout, "two")
         assert over.finish_reason == "error" and "cannot be replayed" in over.score.error
+
+
+def test_an_episode_that_cannot_be_replayed_is_left_for_no_later_step(file):
+    with Table(file, "Game", "Once") as table:
+        about = {"join": "arrival", "max_turn_len": None, "world": SINGLE}
+        made = Conversations(None, table.dialogue, Kinds(table.hub.about), **about)
+        for name, may_wait in (("Game", True), ("Once", False), ("single_turn_agent", True)):
+            new = Rollout(
+                sample=replace(SAMPLE, agent_name=name), index=0, response_ids=[], rollout_log_probs=[],
+                finish_reason="unfinished",
+            )  # fmt: skip
+            assert made._may_wait(new) == made._may_wait(said(new, "one")) == may_wait

@@ -168,8 +168,9 @@ def test_a_row_that_asks_for_what_is_not_there_is_named(tmp_path, kind, bad, fou
     empty = {name: None for name in bad.get("extra_info", {})}
     rows = read(tmp_path, kind, [about_tools(i, **empty) for i in range(3)] + [row(3, **bad), row(4, **bad)])
     place = "jsonl line 4" if kind == "jsonl" else "parquet row 3"
-    with pytest.raises(UserError, match=rf"{place}; found .*{found}"):
+    with pytest.raises(UserError, match=rf"{place}; found .*{found}") as raised:
         check_rows(TOOLS, rows, len(rows))
+    assert str(type(raised.value)(str(raised.value))) == str(raised.value)  # as every other rank raises it
     assert check_rows(TOOLS, rows, 3) == []  # of the rows that are used
 
 

@@ -112,6 +112,26 @@ def test_responses_to_different_prompts_are_shown_where_there_is_no_validation(m
     assert " -> " not in capfd.readouterr().out
 
 
+def test_an_episode_whose_environment_failed_before_its_first_turn_has_none(model, tmp_path):
+    write_rows(tmp_path / "train.parquet", [question(place, index=place) for place in range(2)])
+    data, tokenizer = DataConfig(train_files=(str(tmp_path / "train.parquet"),)), load_tokenizer(model)
+    prompts = tokenize(data, check_data_files(data), tokenizer, split="train")
+    samples = PromptStream(prompts, seed=0, shuffle=False).next(2)
+    failed = {"response_ids": [], "finish_reason": "error", "score": Score(score=None, error="no level")}
+    ended = {"response_ids": tokenizer.encode("a"), "spans": [1], "finish_reason": "stop", "score": Score(score=1.0)}
+    rollouts = [
+        Rollout(sample=sample, index=index, rollout_log_probs=None, **fields)
+        for sample in samples for index, fields in enumerate((ended, failed) if sample.uid else (failed, ended))
+    ]  # fmt: skip
+    batch = make_batch(rollouts, SINGLE, mini_batch_size=4)
+    batch = batch.with_(advantages=batch.response_mask.float())
+    with Run(tmp_path / "run", TrackingConfig(), SINGLE, config={}, num_steps=1) as run:
+        save_rollouts(1, rollouts, batch, prompts, tokenizer, run=run, show=True)
+    rows = pq.read_table(tmp_path / "run/rollouts/step_1.parquet").to_pylist()
+    assert [[text and len(json.loads(text)) for text in row["turns"]] for row in rows] == [[None, 1], [1, None]]
+    assert [row["errors"] for row in rows] == [["no level", None], [None, "no level"]]
+
+
 def test_a_prompt_that_is_drawn_twice_and_files_of_other_columns_are_read_again(model, tmp_path, capfd):
     """The second file has an ability, and ids as extra_info.index, as DAPO's has, where the first one has numbers."""
     first = [question(0, key="question", index=0, id=7)]

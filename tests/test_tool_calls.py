@@ -63,6 +63,10 @@ def test_a_call_inside_thinking_is_none(format):
         ("pythonic", "[calc(1)]", "named arguments"),
         ("pythonic", "[calc(x=y)]", "the call is not"),
         ("pythonic", "<|tool_call_start|>[calc(x=", "the call is not"),
+        ("pythonic", "[calc(x={[]: 1})]", "the call is not"),
+        ("pythonic", "[calc(x={1, 2})]", "the call is not"),
+        ("pythonic", '[calc(x=b"1")]', "the call is not"),
+        ("pythonic", "[calc(x=...)]", "the call is not"),
         ("pythonic", "[calc(x=__import__('os').system('true'))]", "the call is not"),
     ],
 )
@@ -79,6 +83,11 @@ def test_values_of_tags_have_the_types_of_the_schema():
     assert read_calls(text, "qwen3-coder", SCHEMAS)[1][0].arguments == {"x": "3", "n": 3, "all": True}
 
 
+def test_tuples_and_numbers_as_keys_are_what_json_has_for_them():
+    _, [call] = read_calls("[calc(x=(1, 2), y={1: 2.5})]", "pythonic", SCHEMAS)
+    assert call.arguments == {"x": [1, 2], "y": {"1": 2.5}}
+
+
 def test_several_calls_are_read_in_order():
     text = "".join(f'<tool_call>{{"name": "calc", "arguments": {{"n": {n}}}}}</tool_call>\n' for n in range(3))
     assert [call.arguments for call in read_calls(text, "hermes", SCHEMAS)[1]] == [{"n": 0}, {"n": 1}, {"n": 2}]
@@ -91,10 +100,11 @@ def test_no_text_makes_it_raise(format):
     rng = random.Random(0)
     pieces = ("<tool_call>", "</tool_call>", "<function=calc>", "</function>", "<parameter=x>", "</parameter>", "{",
               "}", '"name"', ":", '"calc"', ",", "[", "]", "calc(", ")", "x=", "\x00", "<think>", "</think>", "1e999",
-              "\n", "<|tool_call_start|>", "é")  # fmt: skip
+              "\n", "<|tool_call_start|>", "é", "{", "}", "[calc(x=", "1")  # fmt: skip
     for _ in range(2000):
         rest, calls = read_calls("".join(rng.choice(pieces) for _ in range(rng.randrange(20))), format, SCHEMAS)
         assert isinstance(rest, str) and all(isinstance(call, Call) for call in calls)
+        assert json.loads(json.dumps([call.arguments for call in calls])) == [call.arguments for call in calls]
 
 
 @pytest.mark.parametrize(("name", "format"), [

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import pyarrow.parquet as pq
 import pytest
 
 from lib.tracking.run_folder import read_metrics, read_status
@@ -99,6 +100,34 @@ def test_what_else_decides_a_step_sees_episodes_as_responses(task, tmp_path, whi
         assert row["training/rollout_log_probs_diff/max"] < 2e-5 and row["turns/excluded"] == 0
         assert 1 < row["turns/per_episode"] <= 3
     assert rows[-1]["actor/grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_a_step_waits_for_episodes_that_cannot_be_replayed(task, tmp_path):
+    """Each observation of an episode is of one environment's, also with partial rollouts."""
+    run = tmp_path / "run"
+    options = (
+        "--rollout.partial-share",
+        "0.5",
+        "--tracking.rollouts-every",
+        "1",
+        "--num-steps",
+        "4",
+        "--rollout.n",
+        "8",
+    )
+    done = torchrun(2, "-m", *task, "--turns.name", "Remembers", *options, "--run-dir", str(run))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    num_several = 0
+    for step in range(1, 5):
+        for row in pq.read_table(run / "rollouts" / f"step_{step}.parquet").to_pylist():
+            for turns in map(json.loads, row["turns"]):
+                said = [turn["content"] for turn in turns if turn["role"] == "user"]
+                assert len(set(said)) <= 1, said
+                num_several += len(said) > 1
+    assert num_several > 0
+    rows = [row for row in read_metrics(run) if row["step"]]
+    assert all(row["partial/unfinished"] == 0 for row in rows)
 
 
 def test_a_run_stops_while_an_environment_thinks(task, tmp_path):

@@ -99,10 +99,11 @@ class Collector:
         for name, count in counts.items():
             metrics.set(name, count)
         if counts["reward/num_excluded"] == sum(self.world.gather(len(scored))) > 0:
-            self.run.say(
-                f"{label}: warning: no response has a score, so nothing is learned; the reward function returned None "
-                f"{counts['reward/num_declined']:.0f} times (is a return missing?)"
-            )
+            declined, excluded = counts["reward/num_declined"], counts["reward/num_excluded"]
+            why = f"the reward function returned None {declined:.0f} times (is a return missing?)"
+            if not declined:
+                why = f"{excluded:.0f} rewards or environments failed; logs/rank_*.log say why"
+            self.run.say(f"{label}: warning: no response has a score, so nothing is learned; {why}")
         self._count_calls(metrics, label)
         for name, value in self.sampler.metrics(scored).items():
             metrics.set(name, value)

@@ -66,7 +66,7 @@ def _describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
     """A response's prompt, and its entry in each of the lists but the advantages', which another rank may have."""
     score = rollout.score
     texts = {"responses": text_of(tokenizer, rollout), "extras": to_json(score.extras), "errors": score.error}
-    texts = blank(texts | ({"turns": to_json(turns_of(rollout, tokenizer))} if rollout.spans else {}))
+    texts = blank(texts | {"turns": to_json(turns_of(rollout, tokenizer)) if rollout.spans else None})
     return {
         "place": rollout.sample.place,
         "scores": score.score,
@@ -99,7 +99,8 @@ def _to_parquet(step: int, groups: Mapping[int, list[dict[str, Any]]], prompts: 
         "step": pa.array([step] * len(groups), pa.int64()),
         "prompt_length": pa.array([len(prompts.token_ids[place]) for place in places], pa.int32()),
     }
-    of_episodes = {"turns": "string"} if any("turns" in group[0] for group in groups.values()) else {}
+    has_turns = any(entry["turns"] is not None for group in groups.values() for entry in group)
+    of_episodes = {"turns": "string"} if has_turns else {}
     for name, kind in (ENTRIES | of_episodes).items():
         values = [[entry[name] for entry in group] for group in groups.values()]
         ours[name] = pa.array(values, pa.list_(pa.type_for_alias(kind)))

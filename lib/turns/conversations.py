@@ -12,6 +12,7 @@ from lib.engine.conversations import Join, converse
 from lib.engine.engine import RolloutEngine
 from lib.engine.rollout_config import Sampling
 from lib.turns.dialogue import Dialogue
+from lib.turns.kinds import Kinds
 from lib.types import Rollout, Sample
 
 SUMS = ("bad_calls", "tool_errors", "tool_timeouts", "truncated_observations", "replayed")
@@ -22,10 +23,11 @@ class Conversations:
     """Samples episodes with an engine, as the engine samples responses."""
 
     def __init__(
-        self, engine: RolloutEngine, dialogue: Dialogue | None, *, join: Join, max_turn_len: int | None, world: World
-    ) -> None:
+        self, engine: RolloutEngine, dialogue: Dialogue | None, kinds: Kinds, *, join: Join, max_turn_len: int | None,
+        world: World,
+    ) -> None:  # fmt: skip
         """`dialogue`: of the replica's leader; its other ranks have none."""
-        self.engine, self.dialogue, self.world = engine, dialogue, world
+        self.engine, self.dialogue, self.kinds, self.world = engine, dialogue, kinds, world
         self.join, self.max_turn_len = join, max_turn_len
         self._sampled_s = 0.0
 
@@ -61,13 +63,18 @@ class Conversations:
         self, rollouts: list[Rollout], sampling: Sampling, *, share: float, max_continued: int,
         stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[Rollout]:  # fmt: skip
-        """As `RolloutEngine.generate_partly`; an episode that waits for an answer, or for its score, is unfinished."""
+        """As `RolloutEngine.generate_partly`; an episode that waits for an answer, or for its score, is unfinished. One
+        whose environment cannot be replayed ends in this step."""
         most = len(rollouts) - math.ceil(share * len(rollouts))
 
         def enough(left: Collection[Rollout]) -> bool:
-            return len(left) <= most and all(rollout.num_continued < max_continued for rollout in left)
+            return len(left) <= most and all(it.num_continued < max_continued and self._may_wait(it) for it in left)
 
         yield from self._converse(rollouts, sampling, stop=stop, enough=enough)
+
+    def _may_wait(self, rollout: Rollout) -> bool:
+        kind = self.kinds.of(rollout.sample.agent_name, rollout.sample.extra_info)
+        return kind is None or self.kinds.about[kind].replayable
 
     def _converse(
         self, rollouts: Sequence[Rollout], sampling: Sampling, *, stop: Callable[[], bool], stream: str = "train",

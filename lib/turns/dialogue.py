@@ -12,14 +12,19 @@ from typing import Any
 from lib.data.chat_template import ChatTemplate
 from lib.engine.conversations import Answer
 from lib.engine.engine import request_seed
-from lib.turns.appended import Appender
+from lib.turns.appended import ASKED, Appender
 from lib.turns.config import Format, TurnsConfig
 from lib.turns.hub import Hub, Result
 from lib.turns.kinds import Kinds
 from lib.turns.tool_calls import read_calls, schemas_by_name
 from lib.types import Rollout, Score
 
-OWN_METRICS = ("calls", "bad_calls", "tool_errors", "tool_timeouts", "truncated_observations", "replayed")
+OWN_METRICS = (
+    "calls", "bad_calls", "tool_errors", "tool_timeouts", "truncated_observations", "replayed", "prompt_tokens",
+    "cached_tokens", "per_episode", "calls_per_episode", "excluded", "max_turns_ratio", "cached_prompt_ratio",
+    "waiting_share", "tool_latency_s/p50", "tool_latency_s/p99", "tool_latency_s/max",
+)  # fmt: skip
+"""What is counted here, or made of that in lib/turns/conversations.py: environments cannot give it."""
 LEFT_OUT = "\n[{} tokens left out]\n"
 CHARS_PER_TOKEN = 32  # of a text that is cut: what is far beyond need not be tokenised
 
@@ -57,6 +62,9 @@ class Dialogue:
         dataset's prompts spell are ordinary text. `say` tells people, once, what a tool raised."""
         self.hub, self.cfg, self.kinds, self.template, self.format = hub, cfg, kinds, template, format
         self.appender, self.stop_ids = Appender(template, stop_ids), set(stop_ids)
+        begun = template.render([ASKED]).rpartition(ASKED["content"])[2] if format is not None else ""
+        self._thinking = "<think>" if "<think>" in begun.rpartition("</think>")[2] else ""
+        """Begun by the prompt: a turn goes on with it."""
         self.max_prompt_len, self.split_prompts, self.seed, self.say = max_prompt_len, split_prompts, seed, say
         self.seconds: list[float] = []
         """That calls of `step` took."""
@@ -135,7 +143,8 @@ class Dialogue:
         text = self.template.tokenizer.decode(ids[:-1] if ids[-1] in self.stop_ids else ids)
         calls = []
         if self.format is not None and episode.tools:
-            text, calls = read_calls(text, self.format, schemas_by_name(episode.tools))
+            text, calls = read_calls(self._thinking + text, self.format, schemas_by_name(episode.tools))
+            text = text.removeprefix(self._thinking)
         most = self.cfg.max_calls
         told = [{**vars(call)} for call in calls]
         for call in told[most:]:
@@ -150,6 +159,8 @@ class Dialogue:
         for result in self.hub.take(wait_s=0.0 if self._ready else wait_s):
             if result.key in self._open:
                 self._read(self._open[result.key], result)
+        if self.hub.num_outgrown:
+            self._tell("memory", "workers of --turns.path held ever more memory and are replaced; mend what it keeps")
         if wait_s:
             self.waited_s += time.monotonic() - start
         ready, self._ready = self._ready, []
@@ -182,7 +193,10 @@ class Dialogue:
             try:
                 prompt_ids = self.prompt_ids(episode.rollout.sample.messages, value["messages"], episode.tools)
                 if len(prompt_ids) > self.max_prompt_len:
-                    error = f"makes a prompt of {len(prompt_ids)} tokens, above --data.max-prompt-len"
+                    error = (
+                        f"with what it returned the prompt has {len(prompt_ids)} tokens, above --data.max-prompt-len "
+                        f"{self.max_prompt_len}"
+                    )
             except Exception as problem:  # the template's own kinds
                 error = f"the chat template refuses what it returned: {problem}"
         if error is not None:
@@ -203,10 +217,12 @@ class Dialogue:
     def _read_step(self, episode: _Episode, result: Result) -> None:
         self.seconds.append(result.seconds)
         for note in result.notes:
-            if note not in self._told and len(self._told) < 20:
-                self._told.add(note)
-                self.say(f"warning: a tool failed, the model is told so: {note}")
+            kind_and_place = note.partition(":")[0] + note.rpartition(" [")[2]  # the text may be the model's
+            self._tell(kind_and_place, f"a tool failed, the model is told so: {note}")
         value = result.value
+        for name in value["metrics"]:
+            if name in OWN_METRICS:
+                self._tell(name, f"{episode.kind} measures {name}, a name of ours: it is left out; rename it")
         measured = {name: number for name, number in value["metrics"].items() if name not in OWN_METRICS}
         counts = {name: float(getattr(result, name)) for name in ("bad_calls", "tool_errors", "tool_timeouts")}
         episode.metrics |= {**measured, **counts}
@@ -235,6 +251,12 @@ class Dialogue:
                 return whole, ids, False
         shorter, was_cut = self._cut(whole)
         return shorter, self.appender.ids(shorter), was_cut
+
+    def _tell(self, what: str, warning: str) -> None:
+        """Warns, once."""
+        if what not in self._told and len(self._told) < 20:
+            self._told.add(what)
+            self.say(f"warning: {warning}")
 
     def _cut(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
         """The messages with at most --turns.max-observation-len tokens of text; whether any was cut."""

@@ -83,8 +83,8 @@ class Environment:
     instant: ClassVar[bool] = False
     """Whether `step` answers within a millisecond: then it is asked in the same step of the engine, in no thread."""
     replayable: ClassVar[bool] = True
-    """Whether the same row, seed and replies give the same answers: then an interrupted episode goes on, else it
-    begins again."""
+    """Whether the same row, seed and replies give the same answers: then an interrupted episode goes on. Else no step
+    leaves it to the next one, and where its worker is lost it has failed."""
     tools: ClassVar[Sequence[Callable]] = ()
     """Functions with type hints and docstrings that `step` calls, or objects of the shape of verl's BaseTool."""
     tool_methods: ClassVar[tuple[str, ...]] = ()

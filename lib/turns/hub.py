@@ -1,9 +1,10 @@
 """Environments in worker processes that can be killed, many episodes in each.
 
 An episode stays with its worker, which keeps its environment. A worker that does not answer in time, exits or crashes
-is replaced; one that says it is stuck, in a thread that goes on for ever, is replaced too, gets no new episode and ends
-with its last one. Episodes that lose their worker are replayed on another one: their environment is reset with
-the same seed and gets the same replies again. Where that gives other answers (`replayable` is False) they have failed.
+is replaced; one that says it is stuck, in a thread that goes on for ever, or that holds ever more memory, is replaced
+too, gets no new episode and ends with its last one. Episodes that lose their worker are replayed on another one: their
+environment is reset with the same seed and gets the same replies again. Where that gives other answers (`replayable` is
+False) they have failed.
 A call that would wait for a thread waits here, where its time does not run.
 A process that ends does not say by whose call: each call in it is made again, alone in a process, and has failed if
 that ends too.
@@ -103,7 +104,7 @@ class _TurnsWorker(WorkerProcess):
         self.keys: set[Hashable] = set()
         self.calls: dict[int, tuple[Hashable, float]] = {}
         """By job, the calls that are in this process: their episode, and until when."""
-        self.is_stuck = False
+        self.is_stuck = False  # or has outgrown its memory
         self.reserved_for: Hashable | None = None
         """The episode that is to be alone in it: others' calls wait."""
 
@@ -125,6 +126,8 @@ class Hub(WorkerPool[_TurnsWorker]):
         """By name, of the environments, once a worker has started."""
         self.num_replaced = 0
         """Workers that were lost and replaced."""
+        self.num_outgrown = 0
+        """Of these, workers that held ever more memory."""
         self._cfg = cfg
         path = resolve_file(cfg.path, "--turns.path").resolve()
         source = path.read_bytes()
@@ -164,6 +167,8 @@ class Hub(WorkerPool[_TurnsWorker]):
             found.append(self._results.get(timeout=wait_s) if wait_s else self._results.get_nowait())
             while True:
                 found.append(self._results.get_nowait())
+        if self._crash is not None:
+            raise RuntimeError("the hub's thread ended, no environment answers any more") from self._crash
         return found
 
     # What follows runs in the pool's thread, which alone touches episodes too.
@@ -255,9 +260,12 @@ class Hub(WorkerPool[_TurnsWorker]):
                     self._send_open(key, episode)
             return
         key, _ = worker.calls.pop(message["job"], (None, 0.0))
-        if message["is_stuck"] and not worker.is_stuck:
+        worker.first_memory = worker.first_memory or message["memory"]
+        has_outgrown = worker.has_outgrown(None, message["memory"])
+        if (message["is_stuck"] or has_outgrown) and not worker.is_stuck:
             worker.is_stuck = True
             self.num_replaced += 1
+            self.num_outgrown += has_outgrown
             self._start_worker()
         episode = self._episodes.get(key)
         if episode is not None and episode.open and episode.open[0].job == message["job"]:
@@ -269,7 +277,7 @@ class Hub(WorkerPool[_TurnsWorker]):
 
     def _end_if_stuck(self, worker: _TurnsWorker) -> None:
         """Ends a worker with a thread that goes on, which has been replaced, as soon as its last episode is over."""
-        if worker.is_stuck and not worker.keys and not worker.calls:
+        if worker.is_stuck and not worker.keys and not worker.calls and worker in self._workers:
             self._stop(worker)
 
     def _answered(self, key: Hashable, episode: _Episode, message: dict[str, Any]) -> None:

@@ -22,15 +22,16 @@ SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
 
 
 class BadRow(UserError):
-    """A row that asks for what is not there."""
+    """A row that asks for what is not there; whoever knows which one raises `at`."""
 
-    def __init__(self, what: str, found: str, remedy: str, *, where: str = "a row of the data") -> None:
-        super().__init__(f"{what}; {where}; {found}; {remedy}")
+    def __init__(self, what: str, found: str, remedy: str) -> None:
+        super().__init__(f"{what}; a row of the data; {found}; {remedy}")
         self._parts = what, found, remedy
 
-    def at(self, where: str) -> "BadRow":
-        """The same with its place."""
-        return BadRow(*self._parts, where=where)
+    def at(self, where: str) -> UserError:
+        """The same with its place, as an error that all ranks can raise: of its text alone."""
+        what, *rest = self._parts
+        return UserError("; ".join((what, where, *rest)))
 
 
 class Kinds:

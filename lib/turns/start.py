@@ -96,7 +96,7 @@ def open_sampler(
     if turns is None:
         yield engine
         return
-    about = dict(join=turns.join, max_turn_len=turns.cfg.max_turn_len, world=engine.world)
+    about = dict(kinds=turns.kinds, join=turns.join, max_turn_len=turns.cfg.max_turn_len, world=engine.world)
     if not engine.is_leader:
         yield Conversations(engine, None, **about)
         return

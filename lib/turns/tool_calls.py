@@ -95,15 +95,17 @@ def _from_python(body: str) -> list[Call]:
         tree = ast.parse(body.strip(), mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List) else [tree]
         return [_from_node(node) for node in nodes]
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         return [Call(name="", arguments={}, error=f"the call is not [NAME(KEY=VALUE)]: {str(error)[:200]}")]
 
 
 def _from_node(node: ast.expr) -> Call:
     if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
         raise ValueError("expected calls with named arguments")
-    name = ast.unparse(node.func)
-    return Call(name=name, arguments={it.arg: ast.literal_eval(it.value) for it in node.keywords})
+    arguments = {it.arg: ast.literal_eval(it.value) for it in node.keywords}
+    return Call(
+        name=ast.unparse(node.func), arguments=json.loads(json.dumps(arguments))
+    )  # as in other formats: no sets
 
 
 def _blocks(text: str) -> list[str]:

@@ -12,8 +12,10 @@ import json
 import math
 import os
 import pickle
+import selectors
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -64,7 +66,8 @@ def main(fd: int, parent: int) -> None:
         write_frame(replies, {"start_error": _start_message(spec, "setup() fails", error)})
         return
     write_frame(replies, {"warnings": [], "about": about})
-    asyncio.run(_Server(kinds, spec, requests, replies).serve())
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_Selector())) as runner:
+        runner.run(_Server(kinds, spec, requests, replies).serve())
 
 
 # ---- Loading ----
@@ -165,6 +168,12 @@ def describe(kind: type[Environment]) -> dict[str, Any]:
     StartError for a tool that does not say what its arguments are."""
     tools = kind.described_tools()
     schemas = [_schema(tool) for tool in tools]
+    names = Counter(schema["function"]["name"] for schema in schemas)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise StartError(
+            f"two tools of one name; {kind.__name__} of --turns.path; found {', '.join(twice)} more than once, "
+            "expected a name of its own for each, by which the model calls it; rename one, or leave it out"
+        )
     takes = [None if is_class_tool(tool) else arguments_of(tool) for tool in tools]
     scores = kind.score is not Environment.score
     own = [it for name in ("reset", "step", "score") if (it := getattr(kind, name)) is not getattr(Environment, name)]
@@ -218,7 +227,6 @@ class _Server:
         self.threads = ThreadPoolExecutor(MAX_THREADS, "turns")
         self.num_stuck = 0
         """Calls that overran their time in a thread that goes on."""
-        self.own_pid = os.getpid()
 
     async def serve(self) -> None:
         """Until the channel closes."""
@@ -252,9 +260,9 @@ class _Server:
         except TimeoutError:
             error = f"{verb} timed out after {self.timeout_s:g} s"
         except BaseException as problem:
+            if asyncio.current_task().cancelling():  # the loop ends, by a task of another episode's
+                os._exit(1)
             error = error_in_words(problem)
-        if os.getpid() != self.own_pid:  # a child that the user's code forked and forgot
-            os._exit(1)
         write_frame(self.replies, {
             "job": job, "value": value, "error": error, "is_stuck": self.num_stuck > 0, "memory": memory_bytes(),
             "seconds": time.monotonic() - start, "bad_calls": calls.bad, "tool_errors": calls.errors,
@@ -271,7 +279,7 @@ class _Server:
     async def _step(self, key: Any, payload: dict[str, Any], calls: "_WorkerCalls") -> dict[str, Any]:
         env = self.episodes[key]
         reply = Reply(**{**payload, "calls": [Call(**call) for call in payload["calls"]]})
-        grace_s = GRACE_S if type(env).step in (Environment.step, Interaction.step) else 0.0
+        grace_s = GRACE_S if env.bound else 0.0
         found = read_observation(await calls.run(env.step, reply, instant=env.instant, grace_s=grace_s))
         given = {name: values for name, values in calls.given.items() if values}
         return {
@@ -310,10 +318,10 @@ class _WorkerCalls(Calls):
     async def run(self, function: Callable, *args: Any, instant: bool = False, grace_s: float = 0.0) -> Any:
         limit_s = self.timeout_s + grace_s
         if instant or inspect.iscoroutinefunction(function):
-            result = function(*args)
+            result = _called(function, args)
         else:
             context = contextvars.copy_context()
-            future = self.server.threads.submit(context.run, lambda: function(*args))
+            future = self.server.threads.submit(context.run, _called, function, args)
             try:
                 result = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), limit_s)
             except (TimeoutError, asyncio.CancelledError) as error:  # its own limit, or that of what called it
@@ -322,7 +330,61 @@ class _WorkerCalls(Calls):
                 if not future.done() or isinstance(error, asyncio.CancelledError):
                     raise
                 result = future.result()  # what the function itself raised, a TimeoutError of its own
-        return await asyncio.wait_for(result, limit_s) if inspect.isawaitable(result) else result
+        return await asyncio.wait_for(_awaited(result), limit_s) if inspect.isawaitable(result) else result
+
+
+ENDS = (SystemExit, KeyboardInterrupt, StopIteration)
+"""What would end the loop of all episodes, or never arrive there: of the user's code they are errors like others."""
+
+
+def _called(function: Callable, args: Sequence[Any]) -> Any:
+    """What the user's function returns. Raises what it raises; RuntimeError instead of `ENDS`."""
+    own_pid = os.getpid()
+    try:
+        return function(*args)
+    except ENDS as error:
+        raise _as_error(error) from None
+    finally:
+        _end_child(own_pid)
+
+
+async def _awaited(result: Any) -> Any:
+    """The same of what is to be awaited; RuntimeError too where it is cancelled by nobody."""
+    own_pid = os.getpid()
+    try:
+        return await result
+    except ENDS as error:
+        raise _as_error(error) from None
+    except asyncio.CancelledError as error:
+        if asyncio.current_task().cancelling():  # by its time limit
+            raise
+        raise _as_error(error) from None
+    finally:
+        _end_child(own_pid)
+
+
+def _as_error(error: BaseException) -> RuntimeError:
+    text = ": ".join(filter(None, (type(error).__name__, str(error))))
+    return RuntimeError(text).with_traceback(error.__traceback__)
+
+
+def _end_child(own_pid: int) -> None:
+    """Ends a child that the user's code forked and forgot."""
+    if os.getpid() != own_pid:
+        os._exit(1)
+
+
+class _Selector(selectors.DefaultSelector):
+    """What the loop waits with. A child that shares it, forked by the user's code, must not read what is not its."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own_pid = os.getpid()
+
+    def select(self, timeout: float | None = None) -> Any:
+        """As the base class."""
+        _end_child(self.own_pid)
+        return super().select(timeout)
 
 
 # ---- What an environment returned ----
@@ -358,6 +420,10 @@ def _message(value: Any) -> dict[str, str]:
     if not isinstance(value, Mapping) or value.get("role") not in ("tool", "user"):
         role = value.get("role") if isinstance(value, Mapping) else type(value).__name__
         raise ValueError(f"returned a message of the role {role!r}, expected tool or user")
-    text = as_text(value.get("content", ""))[:MAX_CHARS].encode(errors="backslashreplace").decode()
-    message = {"role": value["role"], "content": text}
-    return message | ({"name": str(value.get("name") or "tool")[:100]} if value["role"] == "tool" else {})
+    message = {"role": value["role"], "content": _utf8(as_text(value.get("content", ""))[:MAX_CHARS])}
+    return message | ({"name": _utf8(str(value.get("name") or "tool")[:100])} if value["role"] == "tool" else {})
+
+
+def _utf8(text: str) -> str:
+    """The text, what UTF-8 cannot hold (halves of surrogate pairs) as escapes."""
+    return text.encode(errors="backslashreplace").decode()
