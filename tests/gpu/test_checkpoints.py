@@ -10,17 +10,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lib.algorithms.advantages import GroupAdvantage
 from lib.checkpoints.tensor_files import model_tensors, optimizer_tensors, own_pieces
 from lib.dist import init_distributed
 from lib.launch.resume import find_resume
+from lib.model.batching import iter_mini_batches, make_batch
 from lib.model.fsdp import FSDPConfig, load_policy, offload, onload
+from lib.model.lora import LoRAConfig
 from lib.model.networks import ModelConfig
-from lib.model.optim import HostAdamW, build_optimizer
-from tests.checkpoint_worker import config, train
+from lib.model.optim import HostAdamW, OptimConfig, build_optimizer, optimizer_step
+from lib.types import Sample
+from tests.checkpoint_worker import config, respond, train
 from tests.tiny import make_model, make_tokenizer
+from tests.update_worker import backward
 
 pytestmark = pytest.mark.gpu
 ON_HOST = ("--fsdp.optimizer-offload", "True", "--fsdp.param-offload", "True")
+ON_HOST_FIELDS = {"optimizer_offload": True, "param_offload": True}
 ASYNC = ("--checkpoint.async-save", "True")
 
 
@@ -106,3 +112,34 @@ def test_every_saved_tensor_is_loaded_bit_for_bit(start, straight, model, world,
             assert torch.equal(local.cpu(), saved[name]), name
     where = {tensor.device.type for name, tensor in moments.items() if name.startswith("exp_avg")}
     assert where == {"cpu" if on_host else world.device.type}
+
+
+@pytest.mark.parametrize("offloaded", [FSDPConfig(optimizer_offload=True), FSDPConfig(**ON_HOST_FIELDS)])
+def test_an_adapter_learns_to_the_bit_what_it_learns_on_the_gpu(model, world, offloaded):
+    samples = [
+        Sample(uid=uid, prompt_ids=[1] * (1 + uid), data_source="test", ground_truth="", extra_info={})
+        for uid in range(4)
+    ]
+    rollouts = [respond(sample, index) for sample in samples for index in range(2)]
+    batch = make_batch(rollouts, world, mini_batch_size=len(rollouts))
+    advantages, returns = GroupAdvantage()(batch, world)
+    batch = batch.with_(
+        advantages=advantages, returns=returns, old_log_probs=batch.rollout_log_probs,
+        ref_log_probs=batch.rollout_log_probs,
+    )  # fmt: skip
+    found = []
+    for fsdp in (FSDPConfig(), offloaded):
+        policy = load_policy(ModelConfig(dtype="bfloat16"), str(model), fsdp, world, lora=LoRAConfig(rank=4))
+        optimizer = build_optimizer(policy, OptimConfig(lr=1e-2), on_host=fsdp.optimizer_offload)
+        for _ in range(3):
+            onload(fsdp, policy, world)
+            [mini_batch] = iter_mini_batches(batch, world, update_epochs=1)
+            backward(policy, mini_batch, world, 60)
+            optimizer_step(policy, optimizer, clip_grad=0.5)
+            offload(fsdp, policy)
+        onload(fsdp, policy, world)
+        found.append({name: p.detach().to_local().cpu() for name, p in policy.trained().items()})
+    plain, other = found
+    assert any("lora_B" in name and tensor.any() for name, tensor in plain.items())
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, other[name]), name
