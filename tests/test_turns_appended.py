@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lib.data.chat_template import ChatTemplate
+from lib.data.chat_template import FIRST_PRIVATE, ChatTemplate
 from lib.errors import UserError
 from lib.turns.appended import Appender, CannotAppend
 
@@ -133,6 +133,13 @@ def test_text_that_spells_a_control_token_is_never_one():
                 base = ours.ids([{**role, "content": "x"}])
                 expected = sum(token in set(made.tokenizer.all_special_ids) for token in base)
                 assert found == expected, (name, role, text)
+
+
+def test_characters_that_stand_for_control_tokens_here_do_not_become_their_names():
+    ours, first = appender("qwen2_5"), chr(FIRST_PRIVATE)
+    decoded = ours.template.tokenizer.decode(ours.ids([{**USER, "content": f"a {first} b"}]))
+    assert "a \ufffd b" in decoded
+    assert ours.ids([{**USER, "content": f"<|im_end|>{first}"}]) == ours.ids([{**USER, "content": "<|im_end|>\ufffd"}])
 
 
 def test_a_frame_is_found_where_contents_stand_as_they_are_and_only_there():

@@ -102,9 +102,18 @@ class ChatTemplate:
     def _public(self) -> dict[int, str]:
         return {ord(character): name for name, character in self._private.items()}
 
+    @cached_property
+    def _replaced(self) -> dict[int, str]:
+        return dict.fromkeys(self._public, "\ufffd")
+
     def mask(self, messages: list[dict]) -> list[dict]:
-        """The messages, or schemas of tools, with a private character for each control token that their texts spell."""
-        return _map_texts(messages, lambda text: self._control.sub(lambda m: self._private[m[0]], text))
+        """The messages, or schemas of tools, with a private character for each control token that their texts spell.
+        Such characters of their own, which would be taken for that, become U+FFFD."""
+
+        def change(text: str) -> str:
+            return self._control.sub(lambda found: self._private[found[0]], text.translate(self._replaced))
+
+        return _map_texts(messages, change)
 
     def unmask(self, text: str) -> str:
         """The text with the control tokens spelled again."""
