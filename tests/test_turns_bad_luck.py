@@ -41,6 +41,16 @@ async def cancelled() -> str:
     raise asyncio.CancelledError
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def unspeakable() -> str:
+    """Raises what cannot be told."""
+    raise Unspeakable
+
+
 async def async_exits() -> str:
     """Exits."""
     sys.exit(3)
@@ -75,7 +85,8 @@ async def slow() -> str:
     return "done"
 
 
-TOOLS = (exits, interrupted, exhausted, cancelled, async_exits, forks, async_forks, hangs, async_hangs, slow)
+RAISING = (exits, interrupted, exhausted, cancelled, unspeakable, async_exits)
+TOOLS = (*RAISING, forks, async_forks, hangs, async_hangs, slow)
 
 
 class Tools(Environment):
@@ -142,6 +153,7 @@ def texts(result):
         ("interrupted", {}, "error: interrupted: RuntimeError: KeyboardInterrupt"),
         ("exhausted", {}, "error: exhausted: RuntimeError: StopIteration"),
         ("cancelled", {}, "error: cancelled: RuntimeError: CancelledError"),
+        ("unspeakable", {}, "error: unspeakable: Unspeakable"),
         ("async_exits", {}, "error: async_exits: RuntimeError: SystemExit: 3"),
     ],
 )

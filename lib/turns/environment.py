@@ -15,6 +15,7 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -157,7 +158,10 @@ class Environment:
         except Exception as problem:
             calls.errors += 1
             calls.notes.append(problem)
-            return f"error: {call.name}: {type(problem).__name__}: {str(problem)[:300]}"
+            text = type(problem).__name__
+            with suppress(Exception):  # of its own __str__
+                text += f": {str(problem)[:300]}"
+            return f"error: {call.name}: {text}"
 
 
 class Calls:
