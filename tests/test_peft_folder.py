@@ -117,7 +117,9 @@ def test_a_run_takes_rank_alpha_and_modules_from_the_folder(theirs, base):
     [
         dict(use_rslora=True), dict(use_dora=True), dict(rank_pattern={"q_proj": 2}), dict(alpha_pattern={"q_proj": 1}),
         dict(bias="all"), dict(modules_to_save=["lm_head"]), dict(peft_type="LOHA"), dict(layers_to_transform=[0]),
-        dict(fan_in_fan_out=True), dict(lora_bias=True),
+        dict(fan_in_fan_out=True), dict(lora_bias=True), dict(alora_invocation_tokens=[5, 6]),
+        dict(kasa_config={"beta": 1}), dict(use_bdlora={"nblocks": 2}), dict(arrow_config={"top_k": 2}),
+        dict(monteclora_config={"n": 2}), dict(use_qalora=True),
     ],
     ids=lambda entry: next(iter(entry)),
 )  # fmt: skip
@@ -126,6 +128,23 @@ def test_what_ours_would_compute_otherwise_is_refused_by_name(theirs, entry):
     change(folder, **entry)
     with pytest.raises(UserError, match=f"computes in a way that this version has not; .*found {next(iter(entry))}"):
         read_peft(str(folder), "--lora.path")
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "gaussian", "orthogonal"])
+def test_factors_that_belong_to_a_base_which_peft_changed_are_refused(base, tmp_path, init):
+    from peft import LoraConfig, get_peft_model
+
+    cfg = LoraConfig(r=RANK, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+    model = get_peft_model(loaded(base, dtype=torch.float32), cfg)
+    model.save_pretrained(tmp_path / "theirs")
+    if init in ("gaussian", "orthogonal"):  # these leave the weights beside the factors as they are
+        adapter = read_peft(str(tmp_path / "theirs"), "--lora.path")
+        about = Adapter(base=str(base), dtype="float32", scale=adapter.scale, tensors={})
+        found, expected = AdaptedFolder(tmp_path / "theirs", about, adapter), model.merge_and_unload().state_dict()
+        assert all(torch.allclose(found.read(name), expected[name], atol=1e-6) for name in weights(base))
+    else:
+        with pytest.raises(UserError, match=f"this version has not; .*found init_lora_weights {init}, expected"):
+            read_peft(str(tmp_path / "theirs"), "--lora.path")
 
 
 @pytest.mark.parametrize("entry", [dict(r=0), dict(r="8"), dict(r=True), dict(lora_alpha=0), dict(lora_alpha=None)])
