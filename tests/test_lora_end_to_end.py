@@ -191,6 +191,20 @@ def test_a_run_whose_base_is_gone_or_another_is_refused_before_an_engine_is_buil
         kept.rename(base)
 
 
+def test_an_exported_adapter_is_replaced_by_force_alone_and_only_where_nothing_else_lies(run, files):
+    folder, _ = run
+    earlier, later = (folder / f"global_step_{step}" / "actor" for step in (2, 3))
+    target = merged(earlier, files / "exported", adapter=True)
+    before = (target / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="--target-dir is not empty"):
+        merged(later, target, adapter=True)
+    merged(later, target, adapter=True, force=True)
+    assert (target / "adapter_model.safetensors").read_bytes() != before
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="by something that is neither a merged model nor an adapter"):
+        merged(later, target, adapter=True, force=True)
+
+
 def test_no_training_script_imports_peft():
     code = "import sys, train_grpo, train_ppo, merge, eval\nassert 'peft' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
