@@ -52,7 +52,8 @@ class MergeConfig:
     test_hf_dir: str | None = None
     """Hugging Face folder to compare the result with, tensor by tensor; a difference ends with exit code 1."""
     force: bool = False
-    """Replace a model in the target folder once the new one is whole; a folder that holds anything else is refused."""
+    """Replace a model or an adapter in the target folder once the new one is whole; a folder that holds anything else
+    is refused."""
     skip_verify: bool = False
     """Merge without comparing the files with the checkpoint's hashes, or where its manifest was not copied along."""
     upload: str | None = None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -9,6 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from lib.dist import SINGLE
+from lib.errors import UserError
+from lib.storage.model_source import verify_actor
 from lib.tracking.run_folder import read_metrics
 from tests.merge_checkpoints import merged, weights
 from tests.prefork import prefork
@@ -168,6 +172,37 @@ def test_what_does_not_fit_a_checkpoint_is_told_before_a_model_is_loaded(run, fi
     other = words(files, "b", *branch, "4", num_steps=4, model="other")
     assert "the adapter was trained on another model" in refusal(2, *other)
     assert "has not; no_proj; found q_proj" in refusal(1, *words(files, "c", *LORA, "--lora.targets", "no_proj"))
+
+
+def test_a_run_whose_base_is_gone_or_another_is_refused_before_an_engine_is_built(run, files):
+    folder, _ = run
+    actor, base = folder / "global_step_3" / "actor", files / "model"
+    assert "actor/huggingface/adapter.json" in verify_actor(actor, SINGLE)
+    kept = base.rename(files / "kept")
+    try:
+        with pytest.raises(UserError, match="the model under an adapter is gone"):
+            verify_actor(actor, SINGLE)
+        make_tokenizer(make_model(base, seed=7))
+        rows = ("--data.files", str(files / "val.parquet"), "--output", str(files / "none.parquet"))
+        for command in (words(files, "e", model="run"), ("eval.py", "--model.path", str(folder), *rows)):
+            assert "the adapter was trained on another model" in refusal(1, *command)
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+        kept.rename(base)
+
+
+def test_an_exported_adapter_is_replaced_by_force_alone_and_only_where_nothing_else_lies(run, files):
+    folder, _ = run
+    earlier, later = (folder / f"global_step_{step}" / "actor" for step in (2, 3))
+    target = merged(earlier, files / "exported", adapter=True)
+    before = (target / "adapter_model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="--target-dir is not empty"):
+        merged(later, target, adapter=True)
+    merged(later, target, adapter=True, force=True)
+    assert (target / "adapter_model.safetensors").read_bytes() != before
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="by something that is neither a merged model nor an adapter"):
+        merged(later, target, adapter=True, force=True)
 
 
 def test_no_training_script_imports_peft():

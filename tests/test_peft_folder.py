@@ -108,7 +108,8 @@ def test_a_run_takes_rank_alpha_and_modules_from_the_folder(theirs, base):
     assert LoRAConfig(path=str(folder), rank=RANK, alpha=8.0) == lora
     for option in (dict(rank=8), dict(alpha=16.0), dict(targets=("k_proj",)), dict(init="pissa")):
         [name] = option
-        with pytest.raises(UserError, match=f"an adapter that is there has its own --lora.{name}"):
+        said = f"has its own --lora.{name}; .*leave --lora.{name} out, or where a recipe gives it, say --lora.{name}"
+        with pytest.raises(UserError, match=said):
             LoRAConfig(path=str(folder), **option)
 
 
@@ -117,7 +118,9 @@ def test_a_run_takes_rank_alpha_and_modules_from_the_folder(theirs, base):
     [
         dict(use_rslora=True), dict(use_dora=True), dict(rank_pattern={"q_proj": 2}), dict(alpha_pattern={"q_proj": 1}),
         dict(bias="all"), dict(modules_to_save=["lm_head"]), dict(peft_type="LOHA"), dict(layers_to_transform=[0]),
-        dict(fan_in_fan_out=True), dict(lora_bias=True),
+        dict(fan_in_fan_out=True), dict(lora_bias=True), dict(alora_invocation_tokens=[5, 6]),
+        dict(kasa_config={"beta": 1}), dict(use_bdlora={"nblocks": 2}), dict(arrow_config={"top_k": 2}),
+        dict(monteclora_config={"n": 2}), dict(use_qalora=True),
     ],
     ids=lambda entry: next(iter(entry)),
 )  # fmt: skip
@@ -126,6 +129,40 @@ def test_what_ours_would_compute_otherwise_is_refused_by_name(theirs, entry):
     change(folder, **entry)
     with pytest.raises(UserError, match=f"computes in a way that this version has not; .*found {next(iter(entry))}"):
         read_peft(str(folder), "--lora.path")
+
+
+def test_a_rank_above_a_matrixs_own_is_computed_with(base, tmp_path):
+    """merge.py --adapter doubles PiSSA's rank, and peft takes any."""
+    from peft import LoraConfig, get_peft_model
+
+    smallest = min(min(shape) for name, shape in files(base).shapes.items() if name.endswith("k_proj.weight"))
+    cfg = LoraConfig(r=smallest + 8, lora_alpha=8, target_modules=["k_proj"], init_lora_weights=False)
+    model = get_peft_model(loaded(base, dtype=torch.float32), cfg)
+    model.save_pretrained(tmp_path / "theirs")
+    adapter = read_peft(str(tmp_path / "theirs"), "--lora.path")
+    assert trained_shapes(LoRAConfig(path=str(tmp_path / "theirs")), files(base)) == adapter.shapes
+    about = Adapter(base=str(base), dtype="float32", scale=adapter.scale, tensors={})
+    found, expected = AdaptedFolder(tmp_path / "theirs", about, adapter), model.merge_and_unload().state_dict()
+    assert all(torch.allclose(found.read(name), expected[name], atol=1e-5) for name in weights(base))
+    with pytest.raises(UserError, match=f"--lora.rank {smallest + 8} is more than a matrix has"):
+        trained_shapes(LoRAConfig(rank=smallest + 8, targets=("k_proj",)), files(base))
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "gaussian", "orthogonal"])
+def test_factors_that_belong_to_a_base_which_peft_changed_are_refused(base, tmp_path, init):
+    from peft import LoraConfig, get_peft_model
+
+    cfg = LoraConfig(r=RANK, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+    model = get_peft_model(loaded(base, dtype=torch.float32), cfg)
+    model.save_pretrained(tmp_path / "theirs")
+    if init in ("gaussian", "orthogonal"):  # these leave the weights beside the factors as they are
+        adapter = read_peft(str(tmp_path / "theirs"), "--lora.path")
+        about = Adapter(base=str(base), dtype="float32", scale=adapter.scale, tensors={})
+        found, expected = AdaptedFolder(tmp_path / "theirs", about, adapter), model.merge_and_unload().state_dict()
+        assert all(torch.allclose(found.read(name), expected[name], atol=1e-6) for name in weights(base))
+    else:
+        with pytest.raises(UserError, match=f"this version has not; .*found init_lora_weights {init}, expected"):
+            read_peft(str(tmp_path / "theirs"), "--lora.path")
 
 
 @pytest.mark.parametrize("entry", [dict(r=0), dict(r="8"), dict(r=True), dict(lora_alpha=0), dict(lora_alpha=None)])

@@ -237,7 +237,7 @@ def trained_shapes(lora: LoRAConfig, files: ModelFiles) -> dict[str, Shape]:
         read_peft(lora.path, "--lora.path").check_fits(files.shapes, files.folder)
     weights = adapted_weights(files.shapes, targets=lora.targets, exclude=lora.exclude)
     smallest = min(weights, key=lambda name: min(files.shapes[name]))
-    if lora.rank > min(files.shapes[smallest]):
+    if lora.path is None and lora.rank > min(files.shapes[smallest]):  # the rank of one that is there is as it is
         raise UserError(
             f"--lora.rank {lora.rank} is more than a matrix has; {smallest} of {files.folder}; found "
             f"{list(files.shapes[smallest])}, expected a rank of {min(files.shapes[smallest])} at most; lower it"

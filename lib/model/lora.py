@@ -65,9 +65,11 @@ class LoRAConfig:
         own = {"rank": peft.rank, "alpha": peft.alpha, "targets": peft.modules, "exclude": (), "init": "kaiming"}
         for name, value in own.items():
             if getattr(self, name) not in (getattr(LoRAConfig, name), value):
+                said = " ".join((f"--lora.{name}", *(value if isinstance(value, tuple) else (str(value),))))
                 raise UserError(
                     f"an adapter that is there has its own --lora.{name}; --lora.path {self.path}; found "
-                    f"{getattr(self, name)!r}, expected {value!r}; leave --lora.{name} out"
+                    f"{getattr(self, name)!r}, expected {value!r}; leave --lora.{name} out, or where a recipe gives "
+                    f"it, say {said}"
                 )
             object.__setattr__(self, name, value)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from lib.errors import DamagedCheckpoint, UserError
 from lib.storage.beside_weights import copy_beside_weights
 from lib.storage.checkpoint_folder import MANIFEST, fsync
+from lib.storage.peft_folder import CONFIG, WEIGHTS
 from lib.storage.weight_headers import Shape, listing, read_json, some
 from lib.storage.whole_tensors import ANOTHER, SafetensorsFolder, Shards, write_safetensors
 
@@ -25,6 +26,7 @@ MODEL_FILES = (
     *("chat_template.jinja", "chat_template.json"),
 )
 """Names in a model's folder, whatever the model: what transformers writes there with safetensors and a tokenizer."""
+ADAPTER_FILES = (CONFIG, WEIGHTS)
 COMPARE_NUMBERS = 2**22  # at a time
 
 
@@ -217,22 +219,25 @@ def check_target(target: Path, checkpoint: Path, *, force: bool) -> None:
     foreign = _foreign(target, checkpoint / "huggingface") if target.is_dir() else "a file"
     if foreign:
         raise UserError(
-            f"--target-dir is taken by something that is no merged model; {target}; found {foreign}, expected a folder "
-            "with nothing but a model's files (config.json, model*.safetensors, tokenizer*); choose a new "
-            "folder, or move this away yourself"
+            f"--target-dir is taken by something that is neither a merged model nor an adapter; {target}; found "
+            f"{foreign}, expected a folder with nothing but a model's files (config.json, model*.safetensors, "
+            f"tokenizer*), or {' and '.join(ADAPTER_FILES)}; choose a new folder, or move this away yourself"
         )
     if not force:
         raise UserError(
             f"--target-dir is not empty; {target}; found {listing(target)}; choose a new folder, or add --force to "
-            "replace it by the new model"
+            "replace what is in it"
         )
 
 
 def _foreign(folder: Path, source: Path) -> str | None:
-    """What shows that no export made this folder, in words: no model, or a file that neither a model nor `source` has.
+    """What shows that no export made this folder, in words: neither a model nor an adapter, or a file that neither a
+    model nor `source` has.
 
     Many folders have a config.json, runs among them, so a model is known by its weights too.
     """
+    if sorted(path.name for path in folder.iterdir()) == sorted(ADAPTER_FILES):
+        return None
     if not (folder / "config.json").is_file() or not any(folder.glob("model*.safetensors")):
         return listing(folder)
     own = {path.relative_to(source) for path in source.rglob("*")}  # the code of a model, for one

@@ -1,13 +1,15 @@
 """A model that lies in a run: the policy of its newest whole checkpoint, or of the named one, found and proved."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from lib.config.values import resolve_path
 from lib.dist import World
 from lib.errors import DamagedCheckpoint, UserError
-from lib.storage.adapter import ADAPTER_FILE
+from lib.storage.adapter import ADAPTER_FILE, Adapter, read_adapter, refuse_other_base
 from lib.storage.checkpoint_folder import check, find_checkpoints, share, verify
 from lib.storage.weight_headers import shards_beside
+from lib.storage.weights import hash_tensors, open_weights
 
 NEEDED = ("actor/model/", "actor/huggingface/")
 """How the names of a checkpoint's files begin that a policy is made of."""
@@ -40,9 +42,10 @@ def find_actor(path: str, option: str) -> tuple[Path | None, list[str]]:
 
 
 def verify_actor(actor: Path, world: World) -> dict[str, str]:
-    """{file: hash} of the policy's weights and config, with which every byte was compared.
+    """{file: hash} of the policy's weights and config, with which every byte was compared; under an adapter also the
+    model that it was trained on.
 
-    Raises DamagedCheckpoint. Executed by all ranks together, which share the hashing.
+    Raises DamagedCheckpoint, UserError for another model. Executed by all ranks together, which share the hashing.
     """
 
     def run() -> dict[str, str]:
@@ -54,4 +57,16 @@ def verify_actor(actor: Path, world: World) -> dict[str, str]:
         }
         return {name: wanted[name].hash for name in is_ours}
 
-    return world.agree(run)
+    hashes = world.agree(run)
+    adapter = world.agree(lambda: read_adapter(actor / "huggingface"))
+    if adapter is not None:
+        world.agree(lambda: open_weights(actor / "huggingface"))  # refuses a base that is gone
+        here = hash_tensors(Path(adapter.base), world)
+        world.agree(lambda: _check_base(adapter, here))
+    return hashes
+
+
+def _check_base(adapter: Adapter, here: Mapping[str, str]) -> None:
+    """Raises UserError when the tensors with these hashes are not those that the adapter was trained beside."""
+    if other := sorted(name for name, digest in adapter.tensors.items() if here.get(name) != digest):
+        raise refuse_other_base(other[0], adapter.base)

@@ -39,9 +39,13 @@ BASE_HASHES, FACTOR_HASHES = "lockstep_base", "lockstep_factors"
 """Entries of the weights' header."""
 REFUSED = (
     "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "modules_to_save", "layers_to_transform",
-    "layer_replication", "fan_in_fan_out", "target_parameters", "trainable_token_indices",
+    "layer_replication", "fan_in_fan_out", "target_parameters", "trainable_token_indices", "alora_invocation_tokens",
+    "arrow_config", "kasa_config", "monteclora_config", "use_bdlora", "use_qalora",
 )  # fmt: skip
 """Entries of peft's config that change what an adapter computes, in a way that ours has not."""
+BASE_STAYS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+"""Its init_lora_weights that leave the weights beside the factors as they are. Others, such as pissa, take from them
+what the factors begin with: what is saved belongs to weights that are in no folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +124,8 @@ def read_peft(path: str, option: str) -> PeftAdapter:
     config = read_json(folder / CONFIG)
     chosen = [f"{name} {config[name]}" for name in REFUSED if config.get(name)]
     chosen += [f"bias {config['bias']}"] if config.get("bias", "none") != "none" else []
+    init = config.get("init_lora_weights")
+    chosen += [] if init in BASE_STAYS else [f"init_lora_weights {init}"]
     if config.get("peft_type") != "LORA":
         chosen = [f"peft_type {config.get('peft_type')}"]
     if chosen:

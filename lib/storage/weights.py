@@ -60,7 +60,7 @@ class AdaptedFolder:
         if not any(factors.values()):
             return weight
         factors = {each: shape for each, shape in factors.items() if shape is not None}
-        rank = min(min(shape, default=0) for shape in factors.values())
+        rank = (*next(iter(factors.values())), 0)[0]  # of A, (rank, in)
         expected = adapter_shapes({name: tuple(weight.shape)}, [name], rank, with_start=len(factors) == 4)
         if factors != expected:
             raise DamagedCheckpoint(
