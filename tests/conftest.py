@@ -25,6 +25,16 @@ def no_secret_is_left():
     secret_values._of_options.clear()
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny model's folder, with a tokenizer. Not to be changed."""
+    from tests.tiny import make_model, make_tokenizer  # which import transformers
+
+    path = make_model(tmp_path_factory.mktemp("model") / "model")
+    make_tokenizer(path)
+    return path
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_is_left():
     """A module may join a group of one rank in this process; its scripts without torchrun would inherit its port."""

@@ -8,14 +8,6 @@ import pytest
 from lib.dist import init_distributed
 from lib.tracking.run_folder import read_status
 from tests.checkpoint_worker import config, train
-from tests.tiny import make_model, make_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_model(tmp_path_factory.mktemp("model") / "model")
-    make_tokenizer(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,6 @@ from tests.tiny import make_model, make_questions, make_tokenizer
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_model(tmp_path_factory.mktemp("model") / "model")
-    make_tokenizer(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def parent(model, tmp_path_factory):
     """A run of 5 steps with checkpoints 4 and 5, and its weights after them. Not to be changed."""
     folder, world = tmp_path_factory.mktemp("runs") / "run", init_distributed()

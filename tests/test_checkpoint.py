@@ -20,13 +20,6 @@ KEEP_ALL = ("--checkpoint.every", 2, "--checkpoint.keep", "None")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_model(tmp_path_factory.mktemp("model") / "model")
-    make_tokenizer(path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def start(model):
     """A function that trains in this process: options as on the command line."""
     world = init_distributed()

@@ -14,16 +14,8 @@ from lib.tracking.run_folder import append, read_metrics, read_status
 from tests.checkpoint_folders import fill, on_small_disk
 from tests.checkpoint_worker import config, train
 from tests.ranks import ROOT
-from tests.tiny import make_model, make_tokenizer
 
 SIZE = "160m"  # a run starts with no less than 0.1 GiB
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_model(tmp_path_factory.mktemp("model") / "model")
-    make_tokenizer(path)
-    return path
 
 
 def on_disk(folder: Path, body: str, *words) -> str:

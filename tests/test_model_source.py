@@ -16,17 +16,9 @@ from lib.model.fsdp import iter_full_tensors, load_critic, load_policy
 from lib.model.networks import ModelConfig
 from lib.storage.model_folder import check_reference
 from tests.checkpoint_worker import config, make_prompts, train
-from tests.tiny import make_model, make_tokenizer
 
 LENGTHS = ("--data.max-prompt-len", 16, "--rollout.max-response-len", 16)
 NO_KL = ("--kl-reward.coef", 0, "--kl-reward.target", "None")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_model(tmp_path_factory.mktemp("model") / "model")
-    make_tokenizer(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from lib.launch.resume import find_resume
 from lib.storage.checkpoint_folder import MANIFEST, hash_files, publish
 from lib.tracking.run_folder import launch_id, lock_folder, read_metrics, read_status
 from tests.checkpoint_worker import config, train
-from tests.resumed_run import change_status, done, flip, model, options, run  # noqa: F401 (fixtures)
+from tests.resumed_run import change_status, done, flip, options, run  # noqa: F401 (fixtures)
 
 # ---- Which checkpoint ----
 

@@ -25,7 +25,7 @@ from lib.turns.hub import About
 from lib.turns.kinds import Kinds
 from lib.turns.start import Turns
 from tests.checkpoint_worker import REWARD, config, train
-from tests.resumed_run import change_status, done, model, options, run  # noqa: F401 (fixtures)
+from tests.resumed_run import change_status, done, options, run  # noqa: F401 (fixtures)
 from tests.tiny import make_model, make_questions
 from train_ppo import PPOConfig
 

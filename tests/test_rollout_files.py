@@ -16,18 +16,10 @@ from lib.model.batching import make_batch
 from lib.rollouts.saved_rollouts import save_rollouts
 from lib.tracking.run import Run, TrackingConfig
 from lib.types import Rollout, Score
-from tests.tiny import make_model, make_tokenizer
 from train_grpo import GRPOConfig
 
 N = 3
 TEXTS = ("a-long-answer", "b", "ü")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_model(tmp_path_factory.mktemp("model") / "model")
-    make_tokenizer(path)
-    return path
 
 
 def question(place, *, key="prompt", index, **more):

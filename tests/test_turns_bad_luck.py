@@ -162,12 +162,10 @@ def test_a_tool_that_raises_what_is_no_exception_is_told_and_nobody_else_notices
         for key in ("bad", "other"):
             reset(it, key, "Tools")
         it.call("step", "other", reply(calls=[call("slow")]))
-        begin = time.monotonic()
         it.call("step", "bad", reply(calls=[call(name, **arguments)]))
         found = results(it, 2)
         assert texts(found["bad", "step"]) == [told] and found["bad", "step"].tool_errors == 1
         assert texts(found["other", "step"]) == ["done"] and it.num_replaced == 0
-        assert time.monotonic() - begin < 1.8  # not at the time limit
 
 
 @pytest.mark.parametrize("kind", ["Counts", "Passes"])

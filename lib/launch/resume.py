@@ -28,7 +28,7 @@ from lib.launch.train_config import TrainConfig
 from lib.model.networks import CausalPolicy, Critic
 from lib.model.optim import lr_factor, schedule_end
 from lib.rewards.trial import code_hash
-from lib.storage.adapter import read_adapter, refuse_other_base
+from lib.storage.adapter import check_base, read_adapter
 from lib.storage.checkpoint_folder import Found, check, find_checkpoints, share, verify
 from lib.storage.model_folder import ModelFiles
 from lib.tracking.run_folder import has_ended, launch_id, read_status
@@ -94,10 +94,10 @@ class Resume:
         """Raises UserError when the checkpoint's adapter was trained on other weights, whatever their shapes, or with
         another scale."""
         adapter = None if self.path is None else read_adapter(self.path / "actor" / "huggingface")
-        there = {} if adapter is None else adapter.tensors
-        if other := sorted(name for name, digest in there.items() if files.tensor_hashes.get(name) != digest):
-            raise refuse_other_base(other[0], files.folder)
-        if adapter is not None and adapter.scale != scale:
+        if adapter is None:
+            return
+        check_base(adapter.tensors, files.tensor_hashes, files.folder)
+        if adapter.scale != scale:
             raise UserError(
                 f"the adapter was trained with another scale; {self.path}; found alpha / rank {scale:g}, expected "
                 f"{adapter.scale:g}: its weights would be another model's; give --lora.alpha its value of then"

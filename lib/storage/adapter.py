@@ -158,6 +158,13 @@ def hash_tensor(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()[:16]
 
 
+def check_base(trained_beside: Mapping[str, str], here: Mapping[str, str], folder: str | Path) -> None:
+    """Raises UserError unless the tensors of `folder`, with the hashes `here`, are those that an adapter was trained
+    beside."""
+    if other := sorted(name for name, digest in trained_beside.items() if here.get(name) != digest):
+        raise refuse_other_base(other[0], folder)
+
+
 def refuse_other_base(name: str, folder: str | Path) -> UserError:
     """The error for a base model whose tensor `name` is another, be its shape the same."""
     return UserError(

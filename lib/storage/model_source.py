@@ -1,12 +1,11 @@
 """A model that lies in a run: the policy of its newest whole checkpoint, or of the named one, found and proved."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from lib.config.values import resolve_path
 from lib.dist import World
 from lib.errors import DamagedCheckpoint, UserError
-from lib.storage.adapter import ADAPTER_FILE, Adapter, read_adapter, refuse_other_base
+from lib.storage.adapter import ADAPTER_FILE, check_base, read_adapter
 from lib.storage.checkpoint_folder import check, find_checkpoints, share, verify
 from lib.storage.weight_headers import shards_beside
 from lib.storage.weights import hash_tensors, open_weights
@@ -62,11 +61,5 @@ def verify_actor(actor: Path, world: World) -> dict[str, str]:
     if adapter is not None:
         world.agree(lambda: open_weights(actor / "huggingface"))  # refuses a base that is gone
         here = hash_tensors(Path(adapter.base), world)
-        world.agree(lambda: _check_base(adapter, here))
+        world.agree(lambda: check_base(adapter.tensors, here, adapter.base))
     return hashes
-
-
-def _check_base(adapter: Adapter, here: Mapping[str, str]) -> None:
-    """Raises UserError when the tensors with these hashes are not those that the adapter was trained beside."""
-    if other := sorted(name for name, digest in adapter.tensors.items() if here.get(name) != digest):
-        raise refuse_other_base(other[0], adapter.base)

@@ -25,9 +25,9 @@ from lib.storage.adapter import (
     Adapter,
     adapter_shapes,
     as_one_product,
+    check_base,
     hash_tensor,
     layer_matrices,
-    refuse_other_base,
 )
 from lib.storage.weight_headers import Shape, listing, read_bytes, read_json, read_safetensors_header, some
 from lib.storage.whole_tensors import ANOTHER, ShardedTensor, Shards, read_tensor, write_safetensors
@@ -103,8 +103,7 @@ class PeftAdapter:
 
     def check_base(self, hashes: Mapping[str, str], model: Path) -> None:
         """Raises UserError when it was trained beside other numbers than these, and unless its own are as they were."""
-        if other := sorted(name for name, digest in self.base_hashes.items() if hashes.get(name) != digest):
-            raise refuse_other_base(other[0], model)
+        check_base(self.base_hashes, hashes, model)
         for name in self.shapes:
             self.read(name)
 

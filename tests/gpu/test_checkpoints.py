@@ -21,7 +21,6 @@ from lib.model.networks import ModelConfig
 from lib.model.optim import HostAdamW, OptimConfig, build_optimizer, optimizer_step
 from lib.types import Sample
 from tests.checkpoint_worker import config, respond, train
-from tests.tiny import make_model, make_tokenizer
 from tests.update_worker import backward
 
 pytestmark = pytest.mark.gpu
@@ -33,13 +32,6 @@ ASYNC = ("--checkpoint.async-save", "True")
 @pytest.fixture(scope="module")
 def world():
     return init_distributed()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = make_model(tmp_path_factory.mktemp("model") / "model")
-    make_tokenizer(path)
-    return path
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
