@@ -264,13 +264,14 @@ def test_an_episode_without_room_is_scored_by_its_environment(file):
         assert (over.finish_reason, over.score.score) == ("length", 1.0)
 
 
-def test_long_observations_lose_their_middle_and_spelled_control_tokens_are_text(file):
-    with Table(file, "Game", max_observation_len=60) as table:
+@pytest.mark.parametrize("most", [60, 4000])  # of 100,000 characters: more than 32 a token, and less
+def test_long_observations_lose_their_middle_and_spelled_control_tokens_are_text(file, most):
+    with Table(file, "Game", max_observation_len=most) as table:
         rollout = table.begin()
         table.answer()
         _, answer = table.play(rollout, "long")
         around = len(table.play(table_begin(table, 1), "a")[1].ids) - len("000 a")
-        assert len(answer.ids) <= 60 + around + 4 and "tokens left out]" in text_of(answer)
+        assert len(answer.ids) <= most + around + 4 and "tokens left out]" in text_of(answer)
         assert answer.metrics["truncated_observations"] == 1
         _, control = table.play(table_begin(table, 2), "control")
         plain = table.play(table_begin(table, 3), "a")[1]
