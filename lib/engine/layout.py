@@ -45,6 +45,11 @@ class Box:
         """The box's part of its whole, contiguous source tensor, a view."""
         return source.as_strided(self.shape, self.source_strides, source.storage_offset() + self.source_offset)
 
+    def takes_whole(self, shape: Sequence[int]) -> bool:
+        """Whether its part of a source of this shape is all of it, as it lies."""
+        whole = torch.empty(tuple(shape), device="meta")
+        return (self.shape, self.source_strides, self.source_offset) == (tuple(whole.shape), whole.stride(), 0)
+
 
 @dataclass(frozen=True)
 class Layout:

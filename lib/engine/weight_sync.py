@@ -8,6 +8,7 @@ weights that are one step old, differ in at least one bit.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -15,7 +16,16 @@ from torch import Tensor
 from lib.engine.engine import RolloutEngine
 from lib.engine.layout import Box, Layout, learn_layout, unused_sources, unwritten_targets
 from lib.errors import WeightSyncError
-from lib.model.fsdp import FSDPConfig, exported_tensor, iter_full_tensors, iter_gathered, offload, onload, reshard
+from lib.model.fsdp import (
+    FSDPConfig,
+    exported_tensor,
+    iter_full_tensors,
+    iter_gathered,
+    local_part,
+    offload,
+    onload,
+    reshard,
+)
 from lib.model.networks import CausalPolicy
 
 CHECKSUM_ELEMENTS = 2**24  # elements whose checksum is computed at once: bounds the int64 temporaries to 128 MiB each
@@ -53,9 +63,10 @@ class WeightSync:
         # for good, so that captured graphs stay valid.
         self._places: dict[str, list[tuple[Box, Tensor]]] = {}
         self._padding: list[Tensor] = []
-        # On a single rank, what goes into each place, in their order; not where a tensor is made anew for every sync.
-        self._shards: list[Tensor] | None = None
-        self._is_held = all(len(made.sources) == 1 for made in policy.exported().values())
+        # On a single rank, what goes into each place, in their order, and the factors of what is then added there.
+        self._held: tuple[list[Tensor], list[Tensor]] | None = None
+        self._adapted = {name: made for name, made in policy.exported().items() if len(made.sources) > 1}
+        self._added_in_place = True
 
     def wake(
         self, *, names: list[str] | None, time: Callable[[str], AbstractContextManager], reserved_bytes: int = 0
@@ -93,24 +104,34 @@ class WeightSync:
             return
         if self._padding:
             torch._foreach_zero_(self._padding)
-        if self.engine.world.size > 1 or not self._is_held:
+        if self.engine.world.size > 1 or not self._added_in_place:
             for weights in iter_gathered(self.policy, self._dtype):
                 targets = [(name, *target) for name in weights for target in self._places[name]]
                 if targets:  # tensor-parallel ranks may have no row of a small vocabulary
                     parts = [box.part(weights[name]) for name, box, _ in targets]
                     torch._foreach_copy_([place for _, _, place in targets], parts)
             return
-        if self._shards is None:
+        if self._held is None:
             reshard(self.policy)
-            self._shards = [
-                box.part(parameter.detach().to_local())
-                for source, parameter in self.policy.named_parameters()
-                for box, _ in self._places[source]
-            ]
+            local = {name: local_part(parameter.detach()) for name, parameter in self.policy.named_parameters()}
+            shards = [box.part(local[source]) for source, places in self._places.items() for box, _ in places]
+            self._held = shards, [local[source] for made in self._adapted.values() for source in made.sources[1:]]
+        shards, factors = self._held
         # One call: to launch hundreds of copies takes far longer than to copy.
-        torch._foreach_copy_([place for places in self._places.values() for _, place in places], self._shards)
+        torch._foreach_copy_([place for places in self._places.values() for _, place in places], shards)
+        if factors:
+            self._add(factors)
         if self.fsdp.param_offload:  # they leave the GPU, and come back to other addresses
-            self._shards = None
+            self._held = None
+
+    def _add(self, factors: list[Tensor]) -> None:
+        """Adds each adapter to its frozen weight, which lies in the engine."""
+        given = [torch.empty_like(factor, dtype=self._dtype) for factor in factors]
+        torch._foreach_copy_(given, factors)
+        given = iter(given)
+        for name, made in self._adapted.items():
+            [(_, place)] = self._places[name]
+            made.add_(place, *islice(given, len(made.sources) - 1))
 
     @torch.no_grad()
     def load(self) -> None:
@@ -141,13 +162,16 @@ class WeightSync:
     def _find_places(self) -> None:
         held = self.engine.parameters()
         places: dict[str, list[tuple[Box, Tensor]]] = {name: [] for name in self.policy.exported()}
-        self._padding, self._shards = [], None
+        self._padding, self._held = [], None
         for box in (box for boxes in self.layout.boxes.values() for box in boxes):
             if box.source is None:
                 self._padding.append(box.place(held[box.target]))
             else:
                 places[box.source].append((box, box.place(held[box.target])))
         self._places = places
+        self._added_in_place = all(
+            [box.takes_whole(made.shape) for box, _ in places[name]] == [True] for name, made in self._adapted.items()
+        )
 
     @torch.no_grad()
     def verify(self, names: list[str] | None = None) -> int:

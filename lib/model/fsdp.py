@@ -252,10 +252,10 @@ def _to_host_(model: CausalPolicy | Critic) -> None:
     if not parameters:
         return
     if model.placement.host_memory is None:
-        model.placement.host_memory = HostMemory([_local(p) for p in parameters])
+        model.placement.host_memory = HostMemory([local_part(p) for p in parameters])
     places = {id(p): place for p, place in zip(parameters, model.placement.host_memory.tensors, strict=True)}
     for parameter in parameters:
-        places[id(parameter)].copy_(_local(parameter), non_blocking=True)
+        places[id(parameter)].copy_(local_part(parameter), non_blocking=True)
     torch.cuda.synchronize()
 
     def move(tensor: Tensor) -> Tensor:
@@ -270,7 +270,8 @@ def _to_host_(model: CausalPolicy | Critic) -> None:
     model._apply(move)  # what `to` calls, and FSDP extends
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -332,7 +333,7 @@ def _gather(parameters: dict[str, DTensor], dtype: torch.dtype) -> dict[str, Ten
     rooms = [room[: s.numel()].view(s.shape) for room, s in zip(sent.split(counts), shards, strict=True)]
     torch._foreach_copy_(rooms, shards)
     received = sent.new_empty(num_ranks, len(sent))
-    torch.distributed.all_gather(list(received), sent)
+    torch.distributed.all_gather_into_tensor(received.view(-1), sent)  # a list would be copied
     whole = [sent.new_empty(num_ranks, count) for count in counts]
     torch.split_with_sizes_copy(received, counts, dim=1, out=whole)  # one kernel
     return {

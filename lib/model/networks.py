@@ -22,7 +22,15 @@ from lib.families.supported import CAUSAL, VALUES
 from lib.model.attention import PACKED, register_packed_attention
 from lib.model.head import Statistic, linear_log_probs
 from lib.model.lora import AdaptedLinear, LoRAConfig, adapt_, initial_factor
-from lib.storage.adapter import FACTORS, START, as_one_product, effective_weight, factors_of, is_adapter
+from lib.storage.adapter import (
+    FACTORS,
+    START,
+    as_one_product,
+    effective_weight,
+    factors_of,
+    is_adapter,
+    make_effective_,
+)
 from lib.storage.weights import AdaptedFolder, open_weights
 from lib.storage.whole_tensors import SafetensorsFolder, ShardsFolder
 
@@ -62,6 +70,10 @@ class Exported:
     def make(self, *whole: Tensor) -> Tensor:
         """The tensor, of its whole sources in the precision that is wanted."""
         return whole[0] if len(whole) == 1 else effective_weight(whole[0], *as_one_product(*whole[1:]), self.scale)
+
+    def add_(self, weight: Tensor, *factors: Tensor) -> None:
+        """Makes the tensor of the frozen weight, in its place, and of the adapter's whole factors."""
+        make_effective_(weight, *as_one_product(*factors), self.scale)
 
 
 class Network(nn.Module):

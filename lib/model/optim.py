@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from lib.errors import UserError, check_fields
-from lib.model.fsdp import reshard
+from lib.model.fsdp import local_part, reshard
 from lib.model.host_memory import HostMemory
 
 MOMENT_ELEMENTS = 2**26  # elements whose moments visit the GPU at once: 512 MiB, or one parameter that is larger
@@ -74,7 +74,7 @@ class HostAdamW(torch.optim.AdamW):
         """Raises UserError when the host cannot lock the memory."""
         super().__init__(parameters, **settings)
         held = [p for group in self.param_groups for p in group["params"]]
-        self._memory = HostMemory([_local(p) for p in held] * 2)
+        self._memory = HostMemory([local_part(p) for p in held] * 2)
         if not self._memory.is_locked and self._memory.num_bytes:
             raise UserError(
                 "the host cannot hold the optimizer's moments; --fsdp.optimizer-offload True; found no "
@@ -105,7 +105,7 @@ class HostAdamW(torch.optim.AdamW):
                 compute.wait_event(arrived)
                 states = [self.state[p] for p in chunk]
                 adamw(
-                    [_local(p) for p in chunk], [_local(p.grad) for p in chunk], *moments, [],
+                    [local_part(p) for p in chunk], [local_part(p.grad) for p in chunk], *moments, [],
                     [state["step"] for state in states], fused=True, amsgrad=False, maximize=False,
                     beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
                     weight_decay=group["weight_decay"], eps=group["eps"],
@@ -131,11 +131,7 @@ class HostAdamW(torch.optim.AdamW):
 def moments_to_come(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Bytes of the moments that the first steps of these optimizers will put on this rank's GPU, for good."""
     new = [p for each in optimizers for group in each.param_groups for p in group["params"] if not each.state.get(p)]
-    return sum(2 * _local(p).nbytes for p in new)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return sum(2 * local_part(p).nbytes for p in new)
 
 
 def _chunks(parameters: list[Tensor]) -> list[list[Tensor]]:
@@ -143,7 +139,7 @@ def _chunks(parameters: list[Tensor]) -> list[list[Tensor]]:
     chunks: list[list[Tensor]] = []
     room = 0
     for parameter in parameters:
-        size = _local(parameter).numel()
+        size = local_part(parameter).numel()
         if not chunks or size > room:
             chunks.append([])
             room = MOMENT_ELEMENTS

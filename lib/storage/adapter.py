@@ -43,6 +43,11 @@ def effective_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tens
     return torch.addmm(weight, b, a, alpha=scale)
 
 
+def make_effective_(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """Puts the effective weight, the same bits, in the place of `weight`, a view of any strides."""
+    torch.addmm(weight, b, a, alpha=scale, out=weight)
+
+
 @effective_weight.register_fake
 def _(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.empty_like(weight)
