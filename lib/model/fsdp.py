@@ -326,14 +326,14 @@ def _make(bucket: dict[str, Exported], parameters: dict[str, Tensor], dtype: tor
 def _gather(parameters: dict[str, DTensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The whole parameters, of shards along their first dimension: cast first, so only `dtype` travels."""
     num_ranks = torch.distributed.get_world_size()
-    shards = [parameter.detach().to_local() for parameter in parameters.values()]
+    shards = [local_part(parameter) for parameter in parameters.values()]
     # Every rank holds so many rows, the last ones fewer or none: all send as many elements.
     counts = [-(-len(p) // num_ranks) * (p.numel() // len(p)) for p in parameters.values()]
     sent = torch.empty(sum(counts), dtype=dtype, device=shards[0].device)
     rooms = [room[: s.numel()].view(s.shape) for room, s in zip(sent.split(counts), shards, strict=True)]
     torch._foreach_copy_(rooms, shards)
     received = sent.new_empty(num_ranks, len(sent))
-    torch.distributed.all_gather_into_tensor(received.view(-1), sent)  # a list would be copied
+    torch.distributed.all_gather(list(received), sent)
     whole = [sent.new_empty(num_ranks, count) for count in counts]
     torch.split_with_sizes_copy(received, counts, dim=1, out=whole)  # one kernel
     return {
