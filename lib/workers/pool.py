@@ -86,6 +86,7 @@ class WorkerPool(ABC, Generic[W]):
             while not self._closing:
                 self._is_called = False  # before it looks: what is asked from now on calls it again
                 self._assign()
+                self._send_posted()
                 for key, events in self._selector.select(self._seconds_to_deadline()):
                     if key.data is None:
                         self._alarm_receiver.recv(4096)
@@ -122,9 +123,14 @@ class WorkerPool(ABC, Generic[W]):
         self._stopped.append(worker.process)
 
     def _post(self, worker: W, request: bytes) -> None:
-        """Sends a frame, or what the channel takes of it now."""
+        """Sends a frame, with all others that are posted until the thread sleeps: whoever sends gives the interpreter
+        to the caller, and waits until it comes back."""
         worker.outgoing += request
-        self._send(worker)
+
+    def _send_posted(self) -> None:
+        for worker in self._workers:
+            if worker.outgoing:
+                self._send(worker)
 
     def _send(self, worker: W) -> None:
         with suppress(OSError):  # a dead worker is noticed when its end of the channel reads as closed

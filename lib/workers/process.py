@@ -40,7 +40,7 @@ class WorkerProcess:
                 start_new_session=True,
                 env=environment,
             )
-        self.outgoing = spec
+        self.outgoing = bytearray(spec)
         self.incoming = bytearray()
         self.started = False
         self.first_memory = 0  # bytes after its first call: a model that this one loaded is no leak
@@ -60,7 +60,7 @@ class WorkerProcess:
     def send(self) -> None:
         """Sends as much of `outgoing` as the channel takes."""
         with suppress(BlockingIOError):
-            self.outgoing = self.outgoing[self.channel.send(self.outgoing) :]
+            del self.outgoing[: self.channel.send(self.outgoing)]
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that are complete now. Raises OSError or ValueError when none can come any more."""
