@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lib.data.chat_template import FIRST_PRIVATE, ChatTemplate
 from lib.errors import UserError
+from lib.turns import appended
 from lib.turns.appended import Appender, CannotAppend
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
@@ -149,6 +150,14 @@ def test_a_frame_is_found_where_contents_stand_as_they_are_and_only_there():
     [frame], [none] = plain._frames.values(), quoted._frames.values()
     assert frame == ["\n<|im_start|>user\n<tool_response>\n", "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"]
     assert none is None
+
+
+def test_names_that_a_model_invents_have_the_same_ids_and_are_not_all_remembered(monkeypatch):
+    monkeypatch.setattr(appended, "MOST_FRAMES", 2)
+    few = appender("qwen2_5")
+    ids = [few.ids([{**TOOL, "name": f"invented{place}", "content": "no such tool"}]) for place in range(5)]
+    assert ids == 5 * [appender("qwen2_5").ids([{**TOOL, "content": "no such tool"}])]
+    assert len(few._frames) == 2
 
 
 def test_several_results_of_one_turn_are_appended_together():

@@ -22,6 +22,7 @@ TRIALS = (
     "Traceback (most recent call last):", "0", "None", "- a\n- b", "x" * 300, "<think>no</think>",
 )  # fmt: skip
 """Observations with which a way to make ids is compared with the template's own."""
+MOST_FRAMES = 64  # kinds of observations: a model that invents names of tools would have each of them tried for ms
 
 
 class CannotAppend(Exception):
@@ -45,9 +46,9 @@ class Appender:
         """
         masked = self.template.mask([dict(message) for message in messages])
         kind = tuple((message["role"], message.get("name")) for message in masked)
-        if kind not in self._frames:
+        if kind not in self._frames and len(self._frames) < MOST_FRAMES:
             self._frames[kind] = self._find_frame(masked)
-        frame = self._frames[kind]
+        frame = self._frames.get(kind)
         text = self._rendered(masked) if frame is None else _filled(frame, masked)
         return self.template.encode_masked(text)
 
