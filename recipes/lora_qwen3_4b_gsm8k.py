@@ -4,9 +4,9 @@
     torchrun --nproc_per_node=1 -m recipes.lora_qwen3_4b_gsm8k
     torchrun --nproc_per_node=1 -m recipes.lora_qwen3_4b_gsm8k --model.path DIR --num-steps 5      # try it
 
-The learning rate is ten times that of all weights. A step of 512 responses of 512 tokens took 20.2 s on one H200, with
-all weights 23.7 s, and the trainer at most 40 GiB there (random weights of this shape, micro-batches of 8,192 tokens,
-EXPERIMENTS.md). Accuracy has not been measured yet: no score is claimed.
+The learning rate is ten times that of all weights. P3 of recipes/bench.py, 512 responses of 512 tokens of a model of
+this shape with random weights, took 20.2 s per step on one H200, with all weights 23.7 s; the trainer's peak was
+40.4 GiB (EXPERIMENTS.md). This recipe's own step and its accuracy have not been measured: no score is claimed.
 """
 
 from lib.config import parse_cli

@@ -169,8 +169,10 @@ class WeightSync:
             else:
                 places[box.source].append((box, box.place(held[box.target])))
         self._places = places
+        # Elsewhere, as where a loader splits a fused matrix, weights are made whole and copied.
         self._added_in_place = all(
-            [box.takes_whole(made.shape) for box, _ in places[name]] == [True] for name, made in self._adapted.items()
+            [box.takes_whole(made.shape) and place.stride(-1) == 1 for box, place in places[name]] == [True]
+            for name, made in self._adapted.items()
         )
 
     @torch.no_grad()

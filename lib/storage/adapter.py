@@ -6,9 +6,10 @@
 The second form is PiSSA's (https://arxiv.org/abs/2404.02948), whose A0 and B0 are frozen: W stays as it is, and at the
 start, where A and B are 0, W_eff is W in all bits.
 
-The trainer's forward pass, the copy into the engine, the proofs and merge.py all call `effective_weight`: they compute
-with the same bits. An engine with merged weights beside a trainer that multiplies with W and A and B one after the
-other hardly sees a small update in bfloat16, because most of B A is less than half a step of W's own grid.
+The trainer's forward pass, the copy into the engine, the proofs and merge.py all call `effective_weight`, or the same
+product in place: they compute with the same bits. An engine with merged weights beside a trainer that multiplies with W
+and A and B one after the other hardly sees a small update in bfloat16, because most of B A is less than half a step of
+W's own grid.
 """
 
 import hashlib
@@ -43,14 +44,14 @@ def effective_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tens
     return torch.addmm(weight, b, a, alpha=scale)
 
 
-def make_effective_(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """Puts the effective weight, the same bits, in the place of `weight`, a view of any strides."""
-    torch.addmm(weight, b, a, alpha=scale, out=weight)
-
-
 @effective_weight.register_fake
 def _(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.empty_like(weight)
+
+
+def make_effective_(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """Puts the effective weight in the place of `weight`, a view with numbers of a row side by side: the same bits."""
+    torch.addmm(weight, b, a, alpha=scale, out=weight)
 
 
 def is_adapter(name: str) -> bool:

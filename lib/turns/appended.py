@@ -22,7 +22,7 @@ TRIALS = (
     "Traceback (most recent call last):", "0", "None", "- a\n- b", "x" * 300, "<think>no</think>",
 )  # fmt: skip
 """Observations with which a way to make ids is compared with the template's own."""
-MOST_FRAMES = 64  # kinds of observations: a model that invents names of tools would have each of them tried for ms
+MOST_FRAMES = 512  # kinds of observations: a model that invents names of tools would have each of them tried for ms
 
 
 class CannotAppend(Exception):

@@ -149,6 +149,7 @@ class WorkerPool(ABC, Generic[W]):
                 return
             for message in messages:
                 self._read(worker, message)
+            self._send_posted()  # a worker whose end is read next may take seconds
 
     def _seconds_to_deadline(self) -> float | None:
         deadline = min((worker.next_deadline for worker in self._workers), default=math.inf)
