@@ -143,6 +143,7 @@ def main(folder: str, out: str, tp_size: str, dtype: str, init: str) -> None:
     engine.sleep()
     weight_sync = WeightSync(one, engine, fsdp=FSDPConfig())
     found["compared"] = weight_sync.wake(names=None, time=nullcontext)
+    found["in place"] = weight_sync._added_in_place
     found["function"] = prove_function(weight_sync, str(folder), dtype=precision, max_prompt_len=8).mean
     found["merged"] = {name: tensor.clone() for name, tensor in iter_full_tensors(one, precision)}
     found["own"] = gather_rows(log_probs(one, batch, world), world)

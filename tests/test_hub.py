@@ -1,6 +1,8 @@
 """Environments in worker processes: answers, tools, time limits, and what becomes of episodes whose worker is lost."""
 
 import os
+import selectors
+import socket
 import time
 from collections import Counter
 from contextlib import closing
@@ -10,6 +12,9 @@ import pytest
 from lib.errors import UserError
 from lib.turns.config import TurnsConfig
 from lib.turns.hub import Hub
+from lib.workers.child import frame
+from lib.workers.pool import WorkerPool
+from lib.workers.process import WorkerProcess
 
 FILE = '''
 import asyncio, os, random, time
@@ -314,3 +319,32 @@ def test_no_process_is_left(path):
     time.sleep(0.1)
     alive = Counter(os.path.exists(f"/proc/{pid}") for pid in pids)
     assert alive[True] == 0
+
+
+class Forwarding(WorkerPool):
+    """Posts what one worker says to the other one."""
+
+    _make_worker = _cannot_start = _assign = _lose = _expire = None
+
+    def __init__(self):
+        super().__init__("forwarding", 2)
+        self._workers, self.ends = [], []
+        for _ in range(2):
+            worker, (ours, end) = object.__new__(WorkerProcess), socket.socketpair()
+            worker.channel, worker.outgoing, worker.incoming = ours, bytearray(), bytearray()
+            ours.setblocking(False)
+            end.setblocking(False)
+            self._workers.append(worker)
+            self._selector.register(ours, selectors.EVENT_READ, worker)
+            self.ends.append(end)
+
+    def _read(self, worker, message):
+        self._post(self._workers[1], frame(str(message).encode()))
+
+
+def test_what_an_answer_sets_going_is_sent_before_another_workers_end_is_waited_for():
+    """That may take seconds, in which the time limit of what was not sent would run."""
+    pool = Forwarding()
+    pool.ends[0].send(frame(b"1") + frame(b"2"))
+    pool._talk(pool._workers[0], selectors.EVENT_READ)
+    assert pool.ends[1].recv(100) == frame(b"1") + frame(b"2")

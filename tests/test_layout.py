@@ -90,6 +90,21 @@ def test_what_copies_do_is_learned_and_done_again_with_other_weights(loader, sha
 
 
 @pytest.mark.parametrize(
+    ("loader", "shapes", "shape", "expected"),
+    [
+        (stack, {"a": (2, 3), "b": (1, 3)}, (3, 3), True),
+        (interleave, {"a": (2, 3), "b": (2, 3)}, (4, 3), True),
+        (transpose, {"a": (3, 3)}, (3, 3), False),  # of the same shape
+        (slice_of_columns, {"a": (2, 7)}, (2, 2), False),
+        (lambda given, held: held["t"].copy_(given["a"][2:]), {"a": (4, 3)}, (2, 3), False),
+    ],
+)
+def test_a_box_says_whether_it_takes_its_source_whole_and_as_it_lies(loader, shapes, shape, expected):
+    layout, _ = learn(loader, shapes, t=torch.empty(shape))
+    assert [box.takes_whole(shapes[box.source]) for box in layout.boxes["t"]] == len(shapes) * [expected]
+
+
+@pytest.mark.parametrize(
     "loader",
     [
         lambda given, held: held["t"].copy_(-given["a"].exp()),

@@ -46,14 +46,17 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(base):
     """{layout: what the worker found}. Each of PiSSA's has an empty cache at first, the others read what it wrote."""
-    found = {}
-    for layout, (num_ranks, tp_size, dtype, init) in LAYOUTS.items():
-        out = base.parent / f"{layout}.pt"
-        words = ("-m", "tests.lora_worker", str(base), str(out), str(tp_size), dtype, init)
-        done = prefork(num_ranks, *words, vllm=True, XDG_CACHE_HOME=str(base.parent / f"cache of {layout}"))
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        found[layout] = torch.load(out)
-    return found
+    return {layout: run(layout, base) for layout in LAYOUTS}
+
+
+def run(layout, base):
+    """What the worker finds."""
+    num_ranks, tp_size, dtype, init = LAYOUTS[layout]
+    out = base.parent / f"{layout}.pt"
+    words = ("-m", "tests.lora_worker", str(base), str(out), str(tp_size), dtype, init)
+    done = prefork(num_ranks, *words, vllm=True, XDG_CACHE_HOME=str(base.parent / f"cache of {layout}"))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return torch.load(out)
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -120,6 +123,16 @@ def test_the_base_model_never_changes_and_the_policy_without_its_adapter_is_it(f
     assert found["base is as it was"] and found["reference"]
     assert found["changed"] > 0.1
     assert found["held"] == sorted(found["trained"])  # moments, of adapters alone
+
+
+def test_matrices_that_the_engines_loader_splits_are_made_whole_before_they_are_copied(results, tmp_path):
+    """Of a family whose files have query, key and value in one, gate and up in another."""
+    assert results["1 rank"]["in place"] and results["bfloat16"]["in place"]
+    base = make_model(tmp_path / "base", kind="phi3", tied=False, random_norms=True)
+    make_tokenizer(base)
+    found = run("1 rank", base)
+    assert not found["in place"] and found["compared"] == 15 and found["function"] < 1e-5
+    assert "1 tensors differ in bits" in str(found["scaled"]) and torch.equal(found["own"], found["plain"])
 
 
 def test_the_engine_holds_the_weights_that_the_trainer_multiplies_with(found, request):

@@ -113,7 +113,7 @@ class WeightSync:
             return
         if self._held is None:
             reshard(self.policy)
-            local = {name: local_part(parameter.detach()) for name, parameter in self.policy.named_parameters()}
+            local = {name: local_part(parameter) for name, parameter in self.policy.named_parameters()}
             shards = [box.part(local[source]) for source, places in self._places.items() for box, _ in places]
             self._held = shards, [local[source] for made in self._adapted.values() for source in made.sources[1:]]
         shards, factors = self._held

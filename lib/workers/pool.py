@@ -123,8 +123,8 @@ class WorkerPool(ABC, Generic[W]):
         self._stopped.append(worker.process)
 
     def _post(self, worker: W, request: bytes) -> None:
-        """Sends a frame, with all others that are posted until the thread sleeps: whoever sends gives the interpreter
-        to the caller, and waits until it comes back."""
+        """Has `_send_posted` send a frame, with others: whoever sends gives the interpreter to the caller, and waits
+        until it comes back."""
         worker.outgoing += request
 
     def _send_posted(self) -> None:
