@@ -78,7 +78,7 @@ def test_a_path_steps_aside_in_a_version_that_it_was_not_tested_with(needs, path
 
 
 def test_tokens_are_the_same_with_fast_paths_and_without(engines):
-    assert engines["auto"]["names"] == ["quick start", "decode loop"] and engines["off"]["names"] == []
+    assert engines["auto"]["names"] == ["quick start", "decode loop", "block hashes"] and engines["off"]["names"] == []
     assert engines["auto"]["warnings"] == engines["off"]["warnings"] == []
     assert len(engines["auto"]["rollouts"]) == 60 and max(len(r[2]) for r in engines["off"]["rollouts"][:30]) > 128
     assert engines["auto"]["rollouts"] == engines["off"]["rollouts"]
@@ -94,7 +94,7 @@ def test_tokens_are_the_same_with_fast_paths_and_without(engines):
     ],
 )
 def test_a_decode_loop_that_fails_its_self_check_steps_aside_and_the_tokens_stay(engines, decoder, found):
-    assert engines[decoder]["names"] == ["quick start"]
+    assert engines[decoder]["names"] == ["quick start", "block hashes"]
     [line] = engines[decoder]["warnings"]
     assert "the fast path decode loop steps aside (the same tokens, more slowly)" in line and f"found {found}" in line
     assert engines[decoder]["rollouts"] == engines["off"]["rollouts"]

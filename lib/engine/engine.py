@@ -23,6 +23,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from lib.dist import TIMEOUT, World
+from lib.engine.fast.block_hashes import EPISODE
 from lib.engine.fast.decode_loop import TokenIds
 from lib.engine.fast.paths import FastPaths
 from lib.engine.in_process import (
@@ -246,6 +247,7 @@ class RolloutEngine:
         params = self._sampling_params(sampling, rollout.sample, stream, num_generated=num_old)
         params.n, params.seed, params.max_tokens = 1, params.seed + rollout.index, max_turn_len
         params.skip_clone = True  # nobody else has them
+        params.extra_args = {EPISODE: (rollout.sample.uid, rollout.index)}
         return self._submit(rollout.sample.prompt_ids + rollout.response_ids, params)
 
     @contextmanager

@@ -5,11 +5,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 from lib.dist import World
-from lib.engine.fast import attention_splits, decode_loop, one_pass_sampling, quick_start
+from lib.engine.fast import attention_splits, block_hashes, decode_loop, one_pass_sampling, quick_start
 from lib.engine.fast.needs import FastPath
 from lib.engine.in_process import vllm_version
 
-PATHS = (quick_start.PATH, attention_splits.PATH, decode_loop.PATH, one_pass_sampling.PATH)
+PATHS = (quick_start.PATH, attention_splits.PATH, decode_loop.PATH, one_pass_sampling.PATH, block_hashes.PATH)
 
 
 class FastPaths:
