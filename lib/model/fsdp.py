@@ -107,9 +107,7 @@ def _load_(
     """Shards a model of the meta device, decides whether its backward pass recomputes, and fills it."""
     dtype = cfg.compute_dtype(world)
     estimates = world.device.type == "cuda" and bool(model.trained())
-    # Kinds of layers, passes with gradients and without, the one that is counted, policy, reference and critic: each
-    # combination is a graph.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    settle_compiler()
     # Before shards stand for its weights.
     kept = estimates and count_kept(model.model, model.layers, dtype=dtype, compiled=compiles(world, dtype))
     shard_(model, fsdp, world, dtype=dtype)
@@ -168,6 +166,16 @@ def shard_(model: CausalPolicy | Critic, fsdp: FSDPConfig, world: World, *, dtyp
             # can only sum if told that the factor 1 is meant as a plain sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def settle_compiler() -> None:
+    """Tells torch.compile, for the whole process, how layers are cut into forward and backward pass, and how often."""
+    # Kinds of layers, passes with gradients and without, the one that is counted, policy, reference and critic: each
+    # combination is a graph.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
+    # What a product reads and can be made of what is kept anyway (silu(gate) x up, the norms' results) is made again in
+    # the backward pass, in the kernels that read what it is made of: a quarter less is kept (EXPERIMENTS.md).
+    torch._functorch.config.ban_recompute_materialized_backward = False
 
 
 def compiles(world: World, dtype: torch.dtype) -> bool:
