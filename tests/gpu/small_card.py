@@ -24,8 +24,8 @@ from lib.tracking.console import format_table
 from lib.tracking.run_folder import read_metrics
 from recipes.bench import Workload, write_inputs
 
-ENGINE_SHARE = 0.52
-"""Of what is left, for the engine: its weights, and a KV cache of about 25,000 tokens; the trainer's weights and
+ENGINE_SHARE = 0.46
+"""Of what is left, for the engine: its weights, and a KV cache of about 15,000 tokens; the trainer's weights and
 adapters lie beside it."""
 HOLD = """
 import sys, torch
