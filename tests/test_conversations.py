@@ -1,10 +1,12 @@
 """Episodes of several turns in a real engine: ids are appended to, times of answers change nothing else."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lib.engine.conversations import _Turns
 from tests.conversations_worker import LATENCIES, MAX_LEN, OBSERVED, PER_PROMPT, STOP_IDS, TURNS, UNFINISHED
 from tests.prefork import prefork
 from tests.tiny import make_model
@@ -98,3 +100,23 @@ def test_a_stop_drops_what_waits_and_the_engine_goes_on(found):
     assert {key: value[0] for key, value in found["after"].items()} == {
         key: value[0] for key, value in found["generate"].items()
     }
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "steps"), [(15, 1, 15), (100, 1, 16), (8, 8, 8), (1, 15, 1), (1, 100, 1), (0, 4, 1)]
+)
+def test_the_more_episodes_wait_the_sooner_their_answers_are_looked_for(running, waiting, steps):
+    looks = []
+
+    class Silent:
+        def take(self, *, wait_s):
+            looks.append(wait_s)
+            return []
+
+    replica = SimpleNamespace(is_leader=True, of_leader=list)
+    turns = _Turns(replica, None, Silent(), max_turn_len=None, stream="train")
+    turns.running, turns.waiting = dict.fromkeys(range(running)), dict.fromkeys(range(waiting))
+    for number in range(1, 3 * steps + 1):
+        turns.collect("arrival")
+        assert len(looks) == number // steps
+    assert {bool(it) for it in looks} == {not running}  # with nothing else to do it waits for one
