@@ -5,8 +5,8 @@
     torchrun --nproc_per_node=1 -m recipes.lora_qwen3_4b_gsm8k --model.path DIR --num-steps 5      # try it
 
 The learning rate is ten times that of all weights. P3 of recipes/bench.py, 512 responses of 512 tokens of a model of
-this shape with random weights, took 20.2 s per step on one H200, with all weights 23.7 s; the trainer's peak was
-40.4 GiB (EXPERIMENTS.md). This recipe's own step and its accuracy have not been measured: no score is claimed.
+this shape with random weights, took 20.1 s per step on one H200, with all weights 23.7 s; the trainer's peak was
+32.5 GiB (EXPERIMENTS.md). This recipe's own step and its accuracy have not been measured: no score is claimed.
 """
 
 from lib.config import parse_cli
