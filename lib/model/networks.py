@@ -267,7 +267,7 @@ def read_weight_(folder: SafetensorsFolder | ShardsFolder | AdaptedFolder, out: 
             f"a weight's shape differs from config.json; {name} in {folder.path}; found {tuple(tensor.shape)}, "
             f"expected {tuple(out.shape)}; use the config.json that belongs to these weights"
         )
-    out.copy_(tensor)
+    out.copy_(tensor.to(out.device))  # cast there: copied at once, they would be cast here first
     if not bool(torch.isfinite(out).all()):
         raise UserError(
             f"the model's weights hold NaN or infinity; {name} in {folder.path}; found "
