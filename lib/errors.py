@@ -10,6 +10,12 @@ from typing import Any, Self
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What an OSError says where there is no room: on the disk, in a quota, below a limit on file sizes."""
 
+FULL_GPU = (
+    "a GPU's memory is full: lower --rollout.gpu-memory-utilization, the engine's share of it, or --max-tokens-per-gpu "
+    "where the update was at work; set --model.gradient-checkpointing True or --fsdp.optimizer-offload True; take more "
+    "GPUs; or train adapters (--lora.rank 32)"
+)
+
 
 class LockstepError(Exception):
     """A failure with a message for people: shown as one line, without a traceback unless --debug is given."""
@@ -77,6 +83,12 @@ def check_fields(config: Any, section: str, **rules: tuple[bool, str]) -> None:
 def error_line(error: LockstepError) -> str:
     """The one line that rank 0 prints: `error[2] what; where; found, expected; how to mend it`."""
     return printable(f"error[{error.code}] " + " ".join(str(error).split()))
+
+
+def bug_line(error: Exception) -> str:
+    """The one line for an exception that is none of these classes, with a remedy where a GPU's memory was full."""
+    remedy = f"; {FULL_GPU}" if type(error).__name__ == "OutOfMemoryError" else ""  # torch's
+    return " ".join(f"error[1] {type(error).__name__}: {error}{remedy}".split())
 
 
 def printable(text: str) -> str:

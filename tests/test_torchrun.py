@@ -10,6 +10,7 @@ import sys
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from lib.errors import FULL_GPU
 from lib.torchrun import ERROR_FILE, leave_word
 from tests.ranks import LIMIT_S, ROOT, Job, torchrun
 
@@ -58,6 +59,8 @@ def test_the_command_is_the_one_that_was_typed_with_more_behind_it():
          "error[2] what; where; found, expected; mend it"),
         ("if world.rank == 1: raise KeyError('a bug')\n    import time; time.sleep(1e6)", 1,
          "error[1] KeyError: 'a bug'"),
+        ("import torch; raise torch.OutOfMemoryError('CUDA out of memory.\\nTried')", 1,
+         f"error[1] OutOfMemoryError: CUDA out of memory. Tried; {FULL_GPU}"),
     ],
 )  # fmt: skip
 def test_an_error_is_the_last_thing_that_torchrun_says(tmp_path, body, code, expected):

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import TextIO
 
 from lib.config.words import wants_debug
-from lib.errors import LaunchError, LockstepError, RankKilled, Stopped, error_line, printable
+from lib.errors import FULL_GPU, LaunchError, LockstepError, RankKilled, Stopped, bug_line, error_line, printable
 from lib.secret_values import blank_message
 from lib.torchrun import ATTEMPT, leave_word, under_torchrun
 
@@ -54,7 +54,9 @@ def reporting_errors(*, debug: bool = False) -> Iterator[None]:
         raise SystemExit(130) from error
     except Exception as error:
         tell(traceback.format_exc())
-        leave_word(f"error[1] {type(error).__name__}: {error}")
+        leave_word(line := bug_line(error))
+        if FULL_GPU in line:
+            tell(line)
         raise SystemExit(1) from error
     finally:
         if terminal is not sys.stderr:

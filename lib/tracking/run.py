@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from lib.dist import World
-from lib.errors import FULL, LockstepError, NoSpace, Stopped, UserError, check_fields, error_line
+from lib.errors import FULL, LockstepError, NoSpace, Stopped, UserError, bug_line, check_fields, error_line
 from lib.secret_values import blank
 from lib.storage.writing import write_whole
 from lib.torchrun import command, leave_word, under_torchrun
@@ -267,7 +267,7 @@ class Run:
             elif isinstance(error, LockstepError):
                 line = error_line(error)
             else:
-                line = " ".join(f"error[1] {type(error).__name__}: {error}".split()) + f"; on rank {self.world.rank}"
+                line = f"{bug_line(error)}; on rank {self.world.rank}"
                 print("".join(traceback.format_exception(error)), file=self._log)
             with suppress(OSError):  # a full disk must not hide the error that is being reported
                 self._append_waiting()
