@@ -61,7 +61,8 @@ test-next: $(SETUP)  ## the engine's tests and a recipe with the next vLLM, on a
 	rm -rf $(NEXT)
 	$(PY) -m pip --disable-pip-version-check install -q --no-input --progress-bar off --no-deps --target $(NEXT) \
 	    -r requirements-cpu-next.txt
-	PYTHONPATH=$(NEXT) $(PY) -m pytest -q $(TWO_FILES) tests/test_decoding.py tests/test_fast_paths.py tests/test_rollout.py
+	PYTHONPATH=$(NEXT) $(PY) -m pytest -q $(TWO_FILES) \
+	    tests/test_block_hashes.py tests/test_decoding.py tests/test_fast_paths.py tests/test_rollout.py
 	PYTHONPATH=$(NEXT) $(PY) -m pytest -q tests/test_recipes.py -k "two_steps and grpo_tiny and not dr_grpo"
 
 lint: $(SETUP)  ## formatting and static checks

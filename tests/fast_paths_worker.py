@@ -4,6 +4,7 @@ torchrun --nproc_per_node=2 -m tests.fast_paths_worker needs|required OUT
 torchrun --nproc_per_node=1 -m tests.fast_paths_worker engine OUT MODEL
 """
 
+import copy
 import inspect
 import json
 import sys
@@ -15,14 +16,15 @@ from types import SimpleNamespace
 import torch
 
 from lib.dist import init_distributed, shutdown_distributed
+from lib.engine.conversations import converse
 from lib.engine.engine import RolloutEngine
-from lib.engine.fast import decode_loop
+from lib.engine.fast import block_hashes, decode_loop
 from lib.engine.fast.decode_loop import _Decoder
 from lib.engine.fast.needs import Calls, Has, Replaces, Unmet, _find
 from lib.engine.fast.paths import PATHS, FastPaths
 from lib.engine.in_process import set_engine_environment, vllm_version
 from lib.engine.required import NEEDS, ON_CPU, check_names
-from lib.engine.rollout_config import RolloutConfig
+from lib.engine.rollout_config import RolloutConfig, Sampling
 from lib.errors import UserError
 
 RENAMED = "renamed_since"
@@ -252,7 +254,24 @@ def of_the_engine(world, path):
     """Tokens with fast paths and without, and with a decode loop that the self-check must refuse."""
     from safetensors.torch import load_file
 
+    from tests.conversations_worker import LATENCIES, InThreads, found_of, new
     from tests.rollout_worker import SAMPLES, generate, summary
+
+    taken, keeping = [], block_hashes.keeping
+
+    def watched(hasher):
+        """Notes how many hashes each new request takes over, and that all are as vLLM's own hasher has them."""
+        ours = keeping(hasher)
+
+        def hashes(request):
+            rest = ours(request)
+            alone = copy.copy(request)
+            alone.block_hashes = []
+            assert hasher(alone) == [*request.block_hashes, *rest]
+            taken.append(len(request.block_hashes))
+            return rest
+
+        return hashes
 
     def sample(fast_paths):
         engine = RolloutEngine(
@@ -261,13 +280,21 @@ def of_the_engine(world, path):
         )  # fmt: skip
         engine.load_weights(weights)
         rollouts = generate(engine, SAMPLES, world, max_response_len=240)
+        taken.clear()
+        engine.sleep()  # forgets prefixes
+        sampling = Sampling(n=1, max_response_len=240, temperature=1.0, log_probs=True)
+        answers = InThreads(LATENCIES["none"], 0)
+        episodes = found_of(converse(engine, new(SAMPLES), sampling, answers, join="step"))
         return {
+            "episodes": sorted(map(str, episodes.items())),
+            "taken": sorted(taken),
             "names": engine._fast_paths.names,
             "warnings": engine.warnings,
             "rollouts": [*summary(rollouts), *([r.rollout_log_probs] for r in rollouts)],
         }
 
     weights = list(load_file(f"{path}/model.safetensors").items())
+    block_hashes.keeping = watched
     found = {"auto": sample("auto"), "off": sample("off")}
     for decoder in (Lossy, Forgetful, Endless, Failing):
         decode_loop._Decoder = decoder

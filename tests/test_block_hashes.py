@@ -82,9 +82,28 @@ def test_what_is_sampled_asks_vllms_own_hasher(hashing):
     assert request(keeping(own), range(9), (0, 0))._block_hasher is own
 
 
+def measuring(own):
+    """A hasher that looks at the number of ids alone."""
+    latest = []
+
+    def hashes(request):
+        request._block_hasher = own
+        if latest and len(request.all_token_ids) >= len(latest[-1].all_token_ids):
+            request.block_hashes.extend(latest[-1].block_hashes)
+        latest.append(request)
+        return own(request)
+
+    return hashes
+
+
 @pytest.mark.parametrize(
     ("ways", "found"),
-    [(keeping, None), (lambda own: lambda request: own(request)[1:], "first"), (credulous, "other")],
+    [
+        (keeping, None),
+        (lambda own: lambda request: own(request)[1:], "first"),
+        (credulous, "other"),
+        (measuring, "other"),
+    ],
 )
 def test_the_self_check_finds_other_hashes(hashing, monkeypatch, ways, found):
     core = SimpleNamespace(request_block_hasher=hashing[0])

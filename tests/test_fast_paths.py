@@ -82,6 +82,13 @@ def test_tokens_are_the_same_with_fast_paths_and_without(engines):
     assert engines["auto"]["warnings"] == engines["off"]["warnings"] == []
     assert len(engines["auto"]["rollouts"]) == 60 and max(len(r[2]) for r in engines["off"]["rollouts"][:30]) > 128
     assert engines["auto"]["rollouts"] == engines["off"]["rollouts"]
+    assert engines["auto"]["episodes"] == engines["off"]["episodes"]
+
+
+def test_further_turns_take_over_the_hashes_of_full_blocks(engines):
+    """A block has 128 tokens on a CPU."""
+    assert max(engines["auto"]["taken"]) == 1 and engines["auto"]["taken"].count(1) > 1
+    assert engines["off"]["taken"] == []
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ Join = Literal["arrival", "step", "round"]
 no other episode runs any more."""
 LEAST_TURN = 16  # tokens that an observation leaves, or the episode ends before it
 MOST_STEPS = 16
-"""Between two looks for answers where nearly all episodes run, fewer where fewer do: on a GPU a step in which turns
-begin takes 20 ms more, whatever their number, and all that run wait for it."""
+"""Steps of the engine between two looks for answers where nearly all episodes run, fewer where fewer do: on a GPU a
+step in which turns begin takes 20 ms more (measured with 512 episodes), and all that run wait for it. Where such a step
+takes no more than another, as on a CPU, this costs some hundredths (EXPERIMENTS.md)."""
 WAIT_S = 0.25  # for an answer where nothing runs, before it is asked again whether to stop
 
 
@@ -112,7 +113,7 @@ class _Turns:
         self.arrived: list[Answer] = []
         """Of some of those."""
         self.num_steps = 0
-        """Since the last look for answers."""
+        """Since the last look for answers, or since an episode waits."""
 
     @property
     def left(self) -> list[Rollout]:
@@ -162,9 +163,10 @@ class _Turns:
 
     def collect(self, join: Join) -> bool:
         """Takes the answers that have come, and waits a little where there is nothing else to do; whether to go on."""
-        self.num_steps += 1
         if not self.waiting or (join == "round" and self.running):
+            self.num_steps = 0
             return True
+        self.num_steps += 1
         must_wait = not self.running or join == "step"
         if must_wait or self.num_steps >= MOST_STEPS * len(self.running) / (len(self.running) + len(self.waiting)):
             self.num_steps, own = 0, []

@@ -267,7 +267,9 @@ def read_weight_(folder: SafetensorsFolder | ShardsFolder | AdaptedFolder, out: 
             f"a weight's shape differs from config.json; {name} in {folder.path}; found {tuple(tensor.shape)}, "
             f"expected {tuple(out.shape)}; use the config.json that belongs to these weights"
         )
-    out.copy_(tensor.to(out.device))  # cast there: copied at once, they would be cast here first
+    is_widened = tensor.dtype.itemsize < out.dtype.itemsize
+    # From a host to a GPU `copy_` casts on the host: so what is to become wider travels as it is, and is cast there.
+    out.copy_(tensor.to(out.device) if is_widened else tensor)
     if not bool(torch.isfinite(out).all()):
         raise UserError(
             f"the model's weights hold NaN or infinity; {name} in {folder.path}; found "

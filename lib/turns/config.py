@@ -41,9 +41,9 @@ class TurnsConfig:
     max_observation_len: int = 512
     """Most tokens of what is observed after one turn; longer texts lose their middle."""
     join: Join | None = None
-    """When an answered episode goes on: within four steps of the engine (arrival), in the step in which its turn ended,
-    for which all wait (step), or when no other episode runs (round); only the last two reproduce a run to the bit;
-    None: step where all environments are `instant`, else arrival."""
+    """When an answered episode goes on: within 16 steps of the engine, fewer where many episodes wait (arrival), in the
+    step in which its turn ended, for which all wait (step), or when no other episode runs (round); only the last two
+    reproduce a run to the bit; None: step where all environments are `instant`, else arrival."""
     format: Format | None = None
     """How the model writes tool calls; None: as its chat template does."""
 

@@ -27,18 +27,16 @@ def kept_hashes(engine: Any) -> Iterator[None]:
 
 def keeping(hasher: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
     """A hasher for new requests, which gives each the hashes that it has in common with its episode's last one."""
-    latest: dict[Any, Any] = {}  # by episode
+    latest: dict[Any, tuple[list[int], list[Any]]] = {}  # by episode, the ids and hashes of its last request
 
     def first_hashes(request: Any) -> list[Any]:
         request._block_hasher = hasher  # for what is sampled: that is asked for in every step
         episode = (request.sampling_params.extra_args or {}).get(EPISODE)
         if episode is not None:
-            before = latest.get(episode)
-            if before is not None:
-                ids = before.all_token_ids[:]
-                if request.all_token_ids[: len(ids)] == ids:
-                    request.block_hashes.extend(before.block_hashes)
-            latest[episode] = request
+            ids, hashes = latest.get(episode, ([], []))
+            if request._all_token_ids[: len(ids)] == ids:
+                request.block_hashes.extend(hashes)
+            latest[episode] = request._all_token_ids, request.block_hashes  # lists, which grow with what is sampled
         return hasher(request)
 
     return first_hashes
@@ -63,7 +61,7 @@ def _difference(engine: Any) -> str | None:
         request.append_output_token_ids(ids[: num // 2])
         return request.block_hashes
 
-    for name, turn in {"first": ids, "longer": 2 * ids, "other": ids[1:]}.items():
+    for name, turn in {"first": ids, "longer": 2 * ids, "other": [*ids[1:], *2 * ids]}.items():
         if hashes(ours, turn) != hashes(own, turn):
             return f"other hashes of a conversation's {name} turn"
     return None
@@ -78,7 +76,7 @@ PATH = FastPath(
         Has("vllm.v1.engine.llm_engine:LLMEngine", "engine_core vllm_config"),
         Has("vllm.v1.engine.core_client:InprocClient", "engine_core"),
         Has("vllm.v1.engine.core:EngineCore", "request_block_hasher"),
-        Has("vllm.v1.request:Request", "_block_hasher all_token_ids block_hashes sampling_params"),
+        Has("vllm.v1.request:Request", "_all_token_ids _block_hasher block_hashes sampling_params"),
         Calls(
             "vllm.v1.request:Request", named="request_id prompt_token_ids pooling_params block_hasher sampling_params"
         ),
