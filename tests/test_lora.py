@@ -278,6 +278,23 @@ def test_a_compiled_layer_has_the_gradients_of_one_that_is_not(init):
         torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("init", ["kaiming", "pissa"])
+def test_one_graph_serves_every_number_of_tokens(init):
+    """What is not compiled with a symbol in its place is compiled again for every micro-batch."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(AdaptedLinear(nn.Linear(12, 12), LoRAConfig(rank=4, init=init)) for _ in range(2)))
+    counted = []
+    with patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "0"}), torch._dynamo.config.patch(disable=False):
+        counter = CompileCounterWithBackend("aot_eager_decomp_partition")
+        compiled = torch.compile(layers.forward, backend=counter, fullgraph=True, dynamic=True)
+        for num_tokens in (5, 9, 14):
+            compiled(torch.randn(1, num_tokens, 12, requires_grad=True)).square().sum().backward()
+            counted.append(counter.frame_count)
+    assert counted == counted[:1] * 3
+
+
 def test_options_are_checked():
     for words, expected in (
         (dict(rank=-1), "rank"), (dict(rank=4, alpha=0.0), "alpha"), (dict(alpha=16.0), "--lora.alpha means nothing"),

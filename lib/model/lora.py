@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lib.errors import UserError, check_fields
-from lib.storage.adapter import ALL_LINEAR, adapted_weights, as_one_product, effective_weight
+from lib.storage.adapter import ALL_LINEAR, adapted_weights, as_one_product, effective_weight, put_effective_weight_
 from lib.storage.peft_folder import read_peft
 
 
@@ -121,28 +121,46 @@ class _Adapted(torch.autograd.Function):
         x, weight, *factors = ctx.saved_tensors
         a, b, a0, b0 = factors
         rows, grads = x.flatten(0, -2), grad.flatten(0, -2)  # (N, in), (N, out)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _input_gradient(grad, weight, *as_one_product(*factors), ctx.scale)
         if a0 is not None:
             a, b = a0 + a, b0 + b
-        grad_a = ctx.scale * ((grads @ b).T @ rows)
-        grad_b = ctx.scale * (grads.T @ (rows @ a.T))
+        if ctx.needs_input_grad[0]:
+            both = _input_gradients(grads, weight, *as_one_product(*factors), ctx.scale, b)  # (N, in + rank or more)
+            width = weight.shape[1]
+            grad_x, grad_xa = both[:, :width].unflatten(0, grad.shape[:-1]), both[:, width : width + len(a)]
+        else:
+            grad_x, grad_xa = None, grads @ b
+        grad_a, grad_b = grad_xa.T @ rows, grads.T @ (rows @ a.T)
+        if ctx.scale != 1:  # each product would be a kernel
+            grad_a, grad_b = ctx.scale * grad_a, ctx.scale * grad_b
         return grad_x, None, None, None, grad_a, grad_b, None, None
 
 
-@torch.library.custom_op("lockstep::input_gradient", mutates_args=())
-def _input_gradient(grad: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """`grad` (..., out) times the effective weight: (..., in). The weight is made again, and nothing of its size kept.
+@torch.library.custom_op("lockstep::input_gradients", mutates_args=())
+def _input_gradients(grads: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, beside: Tensor) -> Tensor:
+    """`grads` (N, out) times the effective weight and, in the next columns, times `beside` (out, rank).
 
-    One operation: of two, a compiler of layers would see that the forward pass has made that weight, and keep it.
+    Gives (N, in + rank), rounded up: of one product, in which the narrow one takes no time of its own.
+
+    The weight is made again, and nothing of its size kept. All of this is one operation: of several, a compiler of
+    layers would see that the forward pass has made that weight, and keep it.
     """
-    return grad @ effective_weight(weight, a, b, scale)
+    num_rows, width = weight.shape
+    rank = beside.shape[1]
+    # Of rows that begin at multiples of 16 bytes. What stands behind `beside` gives columns that nobody reads.
+    both = weight.new_empty(num_rows, _rounded_up(width + rank))
+    put_effective_weight_(both[:, :width], weight, a, b, scale)
+    both[:, width : width + rank] = beside
+    return grads @ both
 
 
-@_input_gradient.register_fake
-def _(grad: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return grad.new_empty((*grad.shape[:-1], weight.shape[1]))
+@_input_gradients.register_fake
+def _(grads: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, beside: Tensor) -> Tensor:
+    # Not len(): that is a number, and the layer would be compiled again for every other number of tokens.
+    return grads.new_empty(grads.shape[0], _rounded_up(weight.shape[1] + beside.shape[1]))
+
+
+def _rounded_up(width: int) -> int:
+    return width + -width % 8
 
 
 def adapt_(policy: nn.Module, cfg: LoRAConfig) -> None:

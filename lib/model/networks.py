@@ -29,7 +29,7 @@ from lib.storage.adapter import (
     effective_weight,
     factors_of,
     is_adapter,
-    make_effective_,
+    put_effective_weight_,
 )
 from lib.storage.weights import AdaptedFolder, open_weights
 from lib.storage.whole_tensors import SafetensorsFolder, ShardsFolder
@@ -73,7 +73,7 @@ class Exported:
 
     def add_(self, weight: Tensor, *factors: Tensor) -> None:
         """Makes the tensor of the frozen weight, in its place, and of the adapter's whole factors."""
-        make_effective_(weight, *as_one_product(*factors), self.scale)
+        put_effective_weight_(weight, weight, *as_one_product(*factors), self.scale)
 
 
 class Network(nn.Module):

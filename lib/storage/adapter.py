@@ -7,9 +7,9 @@ The second form is PiSSA's (https://arxiv.org/abs/2404.02948), whose A0 and B0 a
 start, where A and B are 0, W_eff is W in all bits.
 
 The trainer's forward pass, the copy into the engine, the proofs and merge.py all call `effective_weight`, or the same
-product in place: they compute with the same bits. An engine with merged weights beside a trainer that multiplies with W
-and A and B one after the other hardly sees a small update in bfloat16, because most of B A is less than half a step of
-W's own grid.
+sum in a place of their own: they compute with the same bits. An engine with merged weights beside a trainer that
+multiplies with W and A and B one after the other hardly sees a small update in bfloat16, because most of B A is less
+than half a step of W's own grid.
 """
 
 import hashlib
@@ -41,7 +41,9 @@ def effective_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tens
 
     An operation that no compiler looks into: it must give the same bits within a compiled layer and outside.
     """
-    return torch.addmm(weight, b, a, alpha=scale)
+    out = torch.empty_like(weight)
+    put_effective_weight_(out, weight, a, b, scale)
+    return out
 
 
 @effective_weight.register_fake
@@ -49,9 +51,14 @@ def _(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.empty_like(weight)
 
 
-def make_effective_(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """Puts the effective weight in the place of `weight`, a view with numbers of a row side by side: the same bits."""
-    torch.addmm(weight, b, a, alpha=scale, out=weight)
+def put_effective_weight_(out: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """Puts the effective weight into `out`, which may be `weight`; of both, numbers of a row lie side by side."""
+    if weight.is_cuda and weight.dtype is torch.bfloat16:
+        from lib.storage.adapter_kernel import put_sum_  # where triton is
+
+        put_sum_(out, weight, a, b, scale)
+    else:
+        torch.addmm(weight, b, a, alpha=scale, out=out)
 
 
 def is_adapter(name: str) -> bool:

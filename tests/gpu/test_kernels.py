@@ -199,3 +199,55 @@ def test_cudnn_works_in_what_the_estimate_of_memory_says():
     for num_seqs, longest in ((16, 1024), (128, 4608)):
         _, _, size = _plan(True, 0, num_seqs, longest, 16_384, 16, 128, 8, 0.1)
         assert 1 <= size / (12 * 16 * 128 * 16_384) < 1.01
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (2048, 1024), (100, 77), (1, 300)])
+@pytest.mark.parametrize("rank", [1, 8, 32, 100])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_an_adapter_is_added_in_float32_and_rounded_once(shape, rank, scale):
+    from lib.storage.adapter import effective_weight, put_effective_weight_
+
+    (num_rows, num_columns), generator = shape, torch.Generator("cuda").manual_seed(0)
+
+    def draw(*size):
+        return torch.randn(size, device="cuda", generator=generator).bfloat16()
+
+    weight, a, b = draw(num_rows, num_columns), draw(rank, num_columns), draw(num_rows, rank)
+    exact = weight.double() + scale * (b.double() @ a.double())
+    found = effective_weight(weight, a, b, scale)
+    size = weight.double().abs() + scale * (b.double().abs() @ a.double().abs())
+    assert bool(((found.double() - exact).abs() <= 0.501 * 2**-7 * exact.abs() + 1e-6 * size).all())
+    assert torch.equal(effective_weight(weight, a, torch.zeros_like(b), scale), weight)
+    wider = torch.full((num_rows, num_columns + 24), 7.0, device="cuda", dtype=torch.bfloat16)
+    put_effective_weight_(wider[:, :num_columns], weight, a, b, scale)
+    assert torch.equal(wider[:, :num_columns], found) and bool((wider[:, num_columns:] == 7).all())
+    put_effective_weight_(weight, weight, a, b, scale)
+    assert torch.equal(weight, found)
+
+
+@pytest.mark.parametrize("init", ["kaiming", "pissa"])
+@pytest.mark.parametrize("rank", [3, 32])
+def test_a_compiled_adapted_layer_has_the_gradients_of_the_whole_weight(rank, init):
+    from lib.model.lora import AdaptedLinear, LoRAConfig
+
+    torch.manual_seed(0)
+    base = torch.nn.Linear(256, 192, dtype=torch.bfloat16, device="cuda").requires_grad_(False)
+    layer = AdaptedLinear(base, LoRAConfig(rank=rank, alpha=2.0 * rank, init=init))
+    factors = {name: getattr(layer, name) for name in ("lora_A", "lora_B", "lora_A0", "lora_B0")}
+    for name, factor in factors.items():
+        if factor is not None:
+            drawn = (0.1 * torch.randn_like(factor)).bfloat16()
+            setattr(layer, name, torch.nn.Parameter(drawn, requires_grad=name in ("lora_A", "lora_B")))
+    x = torch.randn(1, 500, 256, device="cuda").bfloat16().requires_grad_()
+    weights = torch.randn(1, 500, 192, device="cuda").bfloat16()
+    (torch.compile(layer, fullgraph=True, dynamic=True)(x) * weights).sum().backward()
+
+    exact_x, exact_a, exact_b = (it.detach().double().requires_grad_() for it in (x, layer.lora_A, layer.lora_B))
+    added = exact_b @ exact_a
+    if init == "pissa":
+        a0, b0 = layer.lora_A0.double(), layer.lora_B0.double()
+        added = (b0 + exact_b) @ (a0 + exact_a) - b0 @ a0
+    whole = base.weight.double() + 2 * added
+    (torch.nn.functional.linear(exact_x, whole, base.bias.double()) * weights.double()).sum().backward()
+    for found, exact in ((x, exact_x), (layer.lora_A, exact_a), (layer.lora_B, exact_b)):
+        assert relative_error(found.grad, exact.grad) < 0.02
