@@ -256,10 +256,47 @@ def test_the_effective_weight_is_a_float32_sum_rounded_once():
 
 
 @pytest.mark.parametrize("init", ["kaiming", "pissa"])
+@pytest.mark.parametrize(("rank", "scale"), [(1, 2.7), (3, 1.0), (8, 0.5)])
+@pytest.mark.parametrize("shape", [(7,), (2, 3)])
+@pytest.mark.parametrize("of_input", [True, False])
+def test_a_layer_has_the_gradients_of_the_whole_weight(init, rank, scale, shape, of_input):
+    torch.manual_seed(0)
+    base = nn.Linear(20, 12).requires_grad_(False)
+    layer = AdaptedLinear(base, LoRAConfig(rank=rank, alpha=scale * rank, init=init))
+    with torch.no_grad():
+        for factor in (layer.lora_A, layer.lora_B, layer.lora_A0, layer.lora_B0):
+            if factor is not None:
+                factor.normal_()
+    x = torch.randn(*shape, 20, requires_grad=of_input)
+    weights = torch.randn(*shape, 12)
+    (layer(x) * weights).sum().backward()
+
+    exact_x, a, b = (it.detach().double().requires_grad_() for it in (x, layer.lora_A, layer.lora_B))
+    added = b @ a
+    if init == "pissa":
+        a0, b0 = layer.lora_A0.double(), layer.lora_B0.double()
+        added = (b0 + b) @ (a0 + a) - b0 @ a0
+    exact = nn.functional.linear(exact_x, base.weight.double() + scale * added, base.bias.double())
+    (exact * weights.double()).sum().backward()
+    pairs = [(layer.lora_A, a), (layer.lora_B, b), *([(x, exact_x)] if of_input else [])]
+    for found, expected in pairs:
+        torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_layer_computes_backward_is_an_operation_as_torch_wants_it():
+    from lib.model.lora import _input_gradients
+
+    for rank in (4, 3):  # with 20 columns, none and one that stands behind
+        sizes = ((7, 12), (12, 20), (rank, 20), (12, rank))
+        grads, weight, a, b = (torch.randn(size) for size in sizes)
+        torch.library.opcheck(_input_gradients, (grads, weight, a, b, 0.5, b))
+
+
+@pytest.mark.parametrize("init", ["kaiming", "pissa"])
 def test_a_compiled_layer_has_the_gradients_of_one_that_is_not(init):
     """Where forward and backward are cut from one graph, in which both make the weight."""
     torch.manual_seed(0)
-    layers = nn.Sequential(*(AdaptedLinear(nn.Linear(12, 12), LoRAConfig(rank=4, init=init)) for _ in range(2)))
+    layers = nn.Sequential(*(AdaptedLinear(nn.Linear(12, 12), LoRAConfig(rank=3, init=init)) for _ in range(2)))
     with torch.no_grad():
         for parameter in layers.parameters():
             parameter.normal_()
@@ -284,7 +321,7 @@ def test_one_graph_serves_every_number_of_tokens(init):
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch.manual_seed(0)
-    layers = nn.Sequential(*(AdaptedLinear(nn.Linear(12, 12), LoRAConfig(rank=4, init=init)) for _ in range(2)))
+    layers = nn.Sequential(*(AdaptedLinear(nn.Linear(12, 12), LoRAConfig(rank=3, init=init)) for _ in range(2)))
     counted = []
     with patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "0"}), torch._dynamo.config.patch(disable=False):
         counter = CompileCounterWithBackend("aot_eager_decomp_partition")

@@ -146,10 +146,10 @@ def _input_gradients(grads: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale:
     """
     num_rows, width = weight.shape
     rank = beside.shape[1]
-    # Of rows that begin at multiples of 16 bytes. What stands behind `beside` gives columns that nobody reads.
     both = weight.new_empty(num_rows, _rounded_up(width + rank))
     put_effective_weight_(both[:, :width], weight, a, b, scale)
     both[:, width : width + rank] = beside
+    both[:, width + rank :] = 0  # of a rank of 8, 16, 32, ... there is nothing
     return grads @ both
 
 
@@ -160,6 +160,7 @@ def _(grads: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, beside:
 
 
 def _rounded_up(width: int) -> int:
+    # Rows that begin at multiples of 16 bytes.
     return width + -width % 8
 
 

@@ -4,12 +4,12 @@
     W_eff = round(W + scale * [B, B0] [A0 + A; A])                what (B0 + B) (A0 + A) is more than B0 A0
 
 The second form is PiSSA's (https://arxiv.org/abs/2404.02948), whose A0 and B0 are frozen: W stays as it is, and at the
-start, where A and B are 0, W_eff is W in all bits.
+start, where A and B are 0, W_eff is W in all bits (of a zero, its sign may differ).
 
 The trainer's forward pass, the copy into the engine, the proofs and merge.py all call `effective_weight`, or the same
-sum in a place of their own: they compute with the same bits. An engine with merged weights beside a trainer that
-multiplies with W and A and B one after the other hardly sees a small update in bfloat16, because most of B A is less
-than half a step of W's own grid.
+sum in a place of their own: on one kind of device they compute with the same bits. An engine with merged weights beside
+a trainer that multiplies with W and A and B one after the other hardly sees a small update in bfloat16, because most of
+B A is less than half a step of W's own grid.
 """
 
 import hashlib

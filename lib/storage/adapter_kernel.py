@@ -25,7 +25,7 @@ def _put_sum_kernel(
     weight = tl.load(weight_ptr + row * weight_stride + column, mask=is_row & is_column)
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, rank, RANK):
-        place = first + tl.arange(0, RANK)
+        place = (first + tl.arange(0, RANK)).to(tl.int64)
         is_place = place < rank
         b = tl.load(b_ptr + row * b_stride + place[None, :], mask=is_row & is_place[None, :], other=0.0)
         a = tl.load(a_ptr + place[:, None] * a_stride + column, mask=is_place[:, None] & is_column, other=0.0)
