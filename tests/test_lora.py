@@ -252,7 +252,7 @@ def test_the_effective_weight_is_a_float32_sum_rounded_once():
     assert torch.equal(effective_weight(weight, a, torch.zeros_like(b), 0.5), weight)
 
 
-# ---- What is refused ----
+# ---- Backward, compiled and not ----
 
 
 @pytest.mark.parametrize("init", ["kaiming", "pissa"])
@@ -271,16 +271,21 @@ def test_a_layer_has_the_gradients_of_the_whole_weight(init, rank, scale, shape,
     weights = torch.randn(*shape, 12)
     (layer(x) * weights).sum().backward()
 
-    exact_x, a, b = (it.detach().double().requires_grad_() for it in (x, layer.lora_A, layer.lora_B))
+    expected = gradients_of_the_whole_weight(layer, x, weights)
+    for found, exact in zip((layer.lora_A, layer.lora_B, x)[: 2 + of_input], expected, strict=False):
+        torch.testing.assert_close(found.grad.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def gradients_of_the_whole_weight(layer, x, weights):
+    """Those of A, B and x, for sum(layer(x) * weights), by autograd in float64."""
+    a, b, exact_x = (it.detach().double().requires_grad_() for it in (layer.lora_A, layer.lora_B, x))
     added = b @ a
-    if init == "pissa":
-        a0, b0 = layer.lora_A0.double(), layer.lora_B0.double()
+    if layer.lora_A0 is not None:
+        a0, b0 = layer.lora_A0.detach().double(), layer.lora_B0.detach().double()
         added = (b0 + b) @ (a0 + a) - b0 @ a0
-    exact = nn.functional.linear(exact_x, base.weight.double() + scale * added, base.bias.double())
-    (exact * weights.double()).sum().backward()
-    pairs = [(layer.lora_A, a), (layer.lora_B, b), *([(x, exact_x)] if of_input else [])]
-    for found, expected in pairs:
-        torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
+    whole = layer.weight.double() + layer.scale * added
+    result = (nn.functional.linear(exact_x, whole, layer.bias.double()) * weights.double()).sum()
+    return torch.autograd.grad(result, (a, b, exact_x))
 
 
 def test_what_a_layer_computes_backward_is_an_operation_as_torch_wants_it():
@@ -330,6 +335,9 @@ def test_one_graph_serves_every_number_of_tokens(init):
             compiled(torch.randn(1, num_tokens, 12, requires_grad=True)).square().sum().backward()
             counted.append(counter.frame_count)
     assert counted == counted[:1] * 3
+
+
+# ---- What is refused ----
 
 
 def test_options_are_checked():
