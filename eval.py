@@ -58,9 +58,9 @@ from lib.evaluation.scores import collect_scores, first_rows, submit, try_reward
 from lib.launch import check_engines, check_same_config, check_same_prompts
 from lib.launch.checks import needs_reward
 from lib.model import ModelConfig
-from lib.peers import naming_killed_ranks
 from lib.rewards import RewardConfig, Scorer
 from lib.secret_values import blank
+from lib.stopping import Stopper
 from lib.tracking.terminal import Terminal
 from lib.turns import TurnsConfig
 from lib.turns.kinds import check_rows
@@ -132,7 +132,7 @@ def main(cfg: EvalScriptConfig, argv: Sequence[str] | None = None) -> None:
     `argv`: the words of the command line; what they do not give, the model or its run decides. None: this process's.
     """
     argv = sys.argv[1:] if argv is None else argv
-    with reporting_errors(debug=cfg.debug), naming_killed_ranks(init_distributed()):
+    with reporting_errors(debug=cfg.debug), Stopper(init_distributed(), at_once=True):
         world = init_distributed()
         samples, scores = not cfg.score_only, not cfg.generate_only
         cfg, note = complete(cfg, argv, cfg.model.path, world, samples=samples, scores=scores)

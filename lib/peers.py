@@ -7,17 +7,10 @@ descriptor at once, and its exit status until torchrun, some tenths of a second 
 import os
 import select
 import signal
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from lib.dist import World
-from lib.errors import RankKilled, error_line
-
-ASKED_FOR = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # whoever sends these knows
-LOOK_S = 0.5  # the longest wait of a thread for the end of a peer
-NOTICE_S = 2.0  # from a peer's closed connections to the end of its process
 EXIT_STATUS = 49  # its place in /proc/PID/stat, behind the name
 
 
@@ -38,12 +31,12 @@ class Peers:
             with suppress(OSError):  # a kernel without such descriptors; one that has ended already
                 self.alive[os.pidfd_open(pid)] = rank, pid
 
-    def look(self, *, wait_s: float = 0.0) -> None:
-        """Notes in `ended` who has ended since the last call; waits so long for the first one."""
+    def look(self) -> None:
+        """Notes in `ended` who has ended since the last call."""
         poll = select.poll()  # `select` takes no descriptors above 1023
         for descriptor in self.alive:
             poll.register(descriptor, select.POLLIN)
-        for descriptor, _ in poll.poll(1000 * wait_s):
+        for descriptor, _ in poll.poll(0):
             rank, pid = self.alive.pop(descriptor)
             os.close(descriptor)
             self.ended[rank] = _exit_code(pid)
@@ -70,36 +63,3 @@ def in_words(rank: int, number: int | None) -> str:
         "it may have been memory: the kernel's log (dmesg) or the scheduler's tells, and so may the end of "
         f"logs/rank_{rank}.log; give the ranks more host memory, or let them need less"
     )
-
-
-@contextmanager
-def naming_killed_ranks(world: World) -> Iterator[None]:
-    """A block in which the first rank that is left on a node tells which one a signal has killed; for scripts without a
-    `Stopper`. Raises RankKilled instead of what a collective says then. Executed by all ranks.
-
-    A thread tells at once: torchrun soon ends the ranks that are left, and on a GPU a collective would wait for ever.
-    """
-    node = node_of_process()
-    ranks = enumerate(world.gather((node, os.getpid())))
-    peers = Peers({rank: pid for rank, (where, pid) in ranks if rank != world.rank and where == node})
-    terminal, over, told = os.dup(2), threading.Event(), threading.Event()
-    lines: list[str] = []
-
-    def watch() -> None:
-        while peers.alive and not over.is_set() and not lines:
-            peers.look(wait_s=LOOK_S)
-            lines.extend(in_words(*each) for each in peers.killed().items() if each[1] not in (None, *ASKED_FOR))
-        if lines and not over.is_set() and all(world.rank < rank for rank, _ in peers.alive.values()):
-            with suppress(OSError):
-                os.write(terminal, f"{error_line(RankKilled(lines[0]))}\n".encode(errors="backslashreplace"))
-        told.set()
-
-    threading.Thread(target=watch, name="peers", daemon=True).start()
-    try:
-        yield
-    except RuntimeError as error:
-        if world.size > 1 and told.wait(NOTICE_S) and lines:
-            raise RankKilled(lines[0]) from error
-        raise
-    finally:
-        over.set()

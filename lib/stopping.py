@@ -35,13 +35,14 @@ import torch.distributed as torch_dist
 from lib.dist import World
 from lib.errors import RankKilled, Stopped, error_line
 from lib.messages import Messages
-from lib.peers import NOTICE_S, Peers, in_words, node_of_process
+from lib.peers import Peers, in_words, node_of_process
 from lib.torchrun import ATTEMPT
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 POLL_S = 0.5  # between two looks at the store
 LIBC = ctypes.CDLL(None)
 SIGACTION_BYTES = 512  # at least its struct sigaction
+NOTICE_S = 2.0  # from a peer's closed connections to the end of its process
 ECHO_S = 2.0  # one request may arrive twice: from the scheduler, and handed on by torchrun
 UNWIND_S = 10.0  # for what is left to do when a peer was killed; in a collective on a GPU a rank would wait for ever
 
@@ -53,10 +54,12 @@ class Stopper:
     has failed: torchrun then ends those that are left, and there is nothing to agree on.
     """
 
-    def __init__(self, world: World, *, max_minutes: float | None = None) -> None:
+    def __init__(self, world: World, *, max_minutes: float | None = None, at_once: bool = False) -> None:
         """`max_minutes`: from the start of torchrun, however often it restarts its ranks; without it from now on.
+        `at_once`: for work that can be cut off anywhere: SIGTERM ends the process once it has told which rank was
+        killed, if one was; other signals do what they do without a Stopper.
         Executed by all ranks, after they have joined the process group."""
-        self.world, self.max_minutes = world, max_minutes
+        self.world, self.max_minutes, self.at_once = world, max_minutes, at_once
         self._request: tuple[str, int] | None = None  # reason, exit code
         self._arrivals: dict[int, float] = {}  # signal -> when it came first
         self._replaced: dict[int, Any] = {}  # signal -> the handler before ours
@@ -162,7 +165,7 @@ class Stopper:
         return self._tell_of_killed(line)
 
     def _install(self) -> None:
-        for number in STOP_SIGNALS:
+        for number in (signal.SIGTERM,) if self.at_once else STOP_SIGNALS:
             handler = signal.getsignal(number)
             if handler in (signal.SIG_IGN, _take_note):  # `nohup` ignores SIGHUP, and so do we
                 continue
@@ -183,7 +186,7 @@ class Stopper:
             ready, _, _ = select.select([self._receiver, *self._peers.alive], [], [], POLL_S)
             self._peers.look()
             for number in self._receiver.recv(64) if self._receiver in ready else b"":
-                if number in STOP_SIGNALS:
+                if number in self._ours:
                     self._receive(number)
             if self._closing:  # the main thread has come to its end after all
                 return
@@ -197,7 +200,7 @@ class Stopper:
     def _receive(self, number: int) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
         is_second = now - self._arrivals.setdefault(number, now) > ECHO_S and number != signal.SIGUSR1
-        if is_second or self._failure_of_peer() == "":
+        if not self.at_once and (is_second or self._failure_of_peer() == ""):
             why = "came a second time" if is_second else "came after another rank had failed"
             self._say(f"{name} {why}: rank {self.world.rank} exits at once")
             self._tell_failure()
@@ -205,6 +208,9 @@ class Stopper:
         if line := self._line_about_killed():  # so torchrun ends us too; the main thread will notice, or never
             self._tell_of_killed(line)
             self._give_up = now + UNWIND_S
+        if self.at_once:
+            self._tell_failure(line)
+            os._exit(128 + number)
         code = 0 if number == signal.SIGUSR1 else 128 + number
         self._request = self._request or (f"{name} on rank {self.world.rank}", code)
 

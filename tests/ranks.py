@@ -21,6 +21,9 @@ LIMIT_S = 1800
 """For whatever a test waits for. It only ends what hangs: a slow machine that others use too needs many times the
 seconds of an idle one."""
 
+ONE_KILLED = r"error\[1\] rank 1 (was killed by SIGKILL|has ended without a word, as if it was killed); "
+"""The second where the machine is so busy that torchrun has asked for the exit status before: it is gone then."""
+
 
 def torchrun(num_ranks: int, *words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
     """The finished `torchrun --nproc_per_node=num_ranks WORDS`, its output as text."""

@@ -26,7 +26,7 @@ from lib.errors import DamagedCheckpoint, UserError
 from lib.evaluation.any_model import find_model, iter_weights, load_eval_prompts, what_defines_responses
 from lib.evaluation.inputs import COLUMNS, Parts, parts_folder
 from lib.storage.checkpoint_folder import hash_file, publish, stage
-from tests.ranks import LIMIT_S, ROOT, torchrun
+from tests.ranks import LIMIT_S, ONE_KILLED, ROOT, torchrun
 from tests.test_eval_files import DATA, ROLLOUT, group
 from tests.tiny import make_model, make_questions, make_tokenizer
 
@@ -278,21 +278,36 @@ def test_killed_at_any_moment_and_started_again_equals_undisturbed_and_generates
 
 KILLING = """
 import os, signal, time
+def parent(pid):
+    return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+def pending(pid):
+    return int(open(f"/proc/{pid}/status").read().partition("ShdPnd:")[2].split()[0], 16)
 def compute_score(**_):
-    if os.environ["RANK"] == "1":
-        keeper = open(f"/proc/{os.getppid()}/stat").read()
-        os.kill(int(keeper.rpartition(")")[2].split()[1]), signal.SIGKILL)
+    if os.environ["RANK"] == "0":
+        mine = parent(os.getppid())  # a worker's parent is the keeper of workers, and its parent the rank
+        torchrun = parent(mine)
+        ranks = [int(pid) for pid in open(f"/proc/{torchrun}/task/{torchrun}/children").read().split()]
+        [other] = [pid for pid in ranks if b"\\0RANK=1\\0" in open(f"/proc/{pid}/environ", "rb").read()]
+        if LATE:
+            os.kill(mine, signal.SIGSTOP)
+        os.kill(other, signal.SIGKILL)
+        if LATE:
+            while not pending(mine) & 1 << signal.SIGTERM - 1:  # until torchrun has asked for the exit status
+                time.sleep(0.05)
+            os.kill(mine, signal.SIGCONT)
         time.sleep(60)
     return 1.0
 """
 
 
-def test_a_rank_that_is_killed_is_named_by_another_in_one_line(folder, tmp_path):
-    (tmp_path / "reward.py").write_text(KILLING)
-    done = torchrun(2, *words(folder, "killed_rank.parquet"), "--reward.path", str(tmp_path / "reward.py"))
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rank_that_is_killed_is_named_by_another_in_one_line(folder, tmp_path, late):
+    """`late`: where the machine is busy, torchrun has seen the end, and sent SIGTERM, before the other rank looks."""
+    (tmp_path / "reward.py").write_text(KILLING.replace("LATE", str(late)))
+    done = torchrun(2, *words(folder, f"killed_{late}.parquet"), "--reward.path", str(tmp_path / "reward.py"))
     assert done.returncode == 1
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error[")]
-    assert line.startswith("error[1] rank 1 was killed by SIGKILL; ") and "it may have been memory" in line
+    assert re.match(ONE_KILLED, line) and "it may have been memory" in line
     assert str(ROOT / "lib") not in done.stderr  # no traceback
 
 

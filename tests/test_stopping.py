@@ -24,12 +24,9 @@ from lib.stopping import ECHO_S, POLL_S, Stopper
 from lib.storage.checkpoint_folder import find_checkpoints
 from lib.torchrun import ATTEMPT
 from lib.tracking.run import read_metrics
-from tests.ranks import LIMIT_S, ROOT, Job
+from tests.ranks import LIMIT_S, ONE_KILLED, ROOT, Job
 from tests.stopping_worker import SLOW_REWARD, response
 from tests.tiny import make_model, make_questions, make_tokenizer
-
-ONE_KILLED = r"error\[1\] rank 1 (was killed by SIGKILL|has ended without a word, as if it was killed); "
-"""The second where the machine is so busy that torchrun has asked for the exit status before: it is gone then."""
 
 
 def job(folder, case, *words, num_ranks=2, options=()):
