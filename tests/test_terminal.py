@@ -1,5 +1,6 @@
 """Claims about what the terminal shows while a run goes on: rows of steps, phases that last, tables, the start-up."""
 
+import gc
 import itertools
 import math
 import os
@@ -221,8 +222,9 @@ def test_start_up_phases_add_up_to_the_time_since_the_launch():
     timer = StartupTimer()
     later = age_s()
     with timer.phase("load"):
-        pass
+        assert not gc.isenabled()
     *rows, last = timer.table().splitlines()
+    assert gc.isenabled()
     seconds = {row.split("  ")[1]: float(row.split()[-1]) for row in rows[2:]}
     assert list(seconds) == ["launch and imports", "load", "other"]
     assert last.startswith("  launch -> first step: ") and last.endswith(" s")
