@@ -124,6 +124,8 @@ class BenchConfig:
     """As many times the workload's prompts as there are GPUs."""
     updates: int = 1
     """Optimizer steps per rollout; above 1 there is a pass for the old log-probs."""
+    max_tokens_per_gpu: int | None = None
+    """Tokens of a micro-batch; None: the workload's, which suit all weights."""
     gradient_checkpointing: bool | None = None
     """Recompute each layer in the backward pass; None: only where the update would not fit without."""
     sleep: bool | None = None
@@ -197,7 +199,7 @@ def training_config(cfg: BenchConfig, workload: Workload, folder: str, world: Wo
         ),
         prompts_per_step=prompts,
         mini_batch_size=prompts * workload.n // cfg.updates,
-        max_tokens_per_gpu=workload.max_tokens_per_gpu,
+        max_tokens_per_gpu=workload.max_tokens_per_gpu if cfg.max_tokens_per_gpu is None else cfg.max_tokens_per_gpu,
         num_steps=cfg.steps + 1,
         lora=LoRAConfig(rank=cfg.lora_rank, init=cfg.lora_init),
         optim=OptimConfig(lr=1e-5),

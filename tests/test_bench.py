@@ -83,6 +83,15 @@ def test_rooflines_of_fixed_lengths_are_the_formula_by_hand(tmp_path):
     assert update_s == pytest.approx(3 * (blocks + head + attention) / 790e12 + 32 * 1.72e9 / 4.3e12, rel=0.01)
 
 
+def test_a_micro_batch_is_the_workloads_unless_told(tmp_path):
+    from lib.dist import SINGLE
+    from recipes.bench import WORKLOADS, BenchConfig
+
+    for told, tokens in ((None, 7168), (10240, 10240)):
+        config = training_config(BenchConfig(max_tokens_per_gpu=told), WORKLOADS["P1"], str(tmp_path), SINGLE)
+        assert config.max_tokens_per_gpu == tokens
+
+
 def test_half_the_sequences_in_flight_take_more_steps(tmp_path):
     from lib.dist import SINGLE
     from recipes.bench import BenchConfig
