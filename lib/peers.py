@@ -57,7 +57,9 @@ def _exit_code(pid: int) -> int | None:
 
 def in_words(rank: int, number: int | None) -> str:
     """What is wrong and where, found and expected, and what to do: a line for people."""
-    how = f"was killed by {signal.Signals(number).name}" if number else "has ended without a word, as if it was killed"
+    names = {each.value: each.name for each in signal.Signals}
+    found = names.get(number, f"signal {number}")  # real-time signals have no name
+    how = f"was killed by {found}" if number else "has ended without a word, as if it was killed"
     return (
         f"rank {rank} {how}; on {os.uname().nodename}; found its process gone, expected it to live as long as the run; "
         "it may have been memory: the kernel's log (dmesg) or the scheduler's tells, and so may the end of "

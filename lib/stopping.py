@@ -56,8 +56,8 @@ class Stopper:
 
     def __init__(self, world: World, *, max_minutes: float | None = None, at_once: bool = False) -> None:
         """`max_minutes`: from the start of torchrun, however often it restarts its ranks; without it from now on.
-        `at_once`: for work that can be cut off anywhere: SIGTERM ends the process once it has told which rank was
-        killed, if one was; other signals do what they do without a Stopper.
+        `at_once`: for work that can be cut off anywhere: signals end the process as they do without a Stopper, but it
+        tells before which rank was killed, if one was.
         Executed by all ranks, after they have joined the process group."""
         self.world, self.max_minutes, self.at_once = world, max_minutes, at_once
         self._request: tuple[str, int] | None = None  # reason, exit code
@@ -138,8 +138,8 @@ class Stopper:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Raises RankKilled instead of what a collective says when a peer was killed."""
         killed = self._killed_peer(error)
-        if error is not None and not isinstance(error, Stopped):
-            self._tell_failure("" if killed is None else str(killed))
+        failed = error is not None and not isinstance(error, Stopped)
+        self._leave(failure=str(killed or "") if failed else None)
         self._closing = True
         self._sender.send(b"\0")
         self._thread.join()
@@ -165,9 +165,11 @@ class Stopper:
         return self._tell_of_killed(line)
 
     def _install(self) -> None:
-        for number in (signal.SIGTERM,) if self.at_once else STOP_SIGNALS:
+        for number in STOP_SIGNALS:
             handler = signal.getsignal(number)
             if handler in (signal.SIG_IGN, _take_note):  # `nohup` ignores SIGHUP, and so do we
+                continue
+            if self.at_once and handler is signal.default_int_handler:  # an exception, which is how we leave
                 continue
             signal.signal(number, _take_note)
             signal.siginterrupt(number, False)  # no system call of anybody's fails for it
@@ -185,6 +187,8 @@ class Stopper:
                 LIBC.sigaction(number, ours, None)
             ready, _, _ = select.select([self._receiver, *self._peers.alive], [], [], POLL_S)
             self._peers.look()
+            if self.at_once and self._peers.killed() and (line := self._line_about_killed()):
+                self._tell_of_killed(line)
             for number in self._receiver.recv(64) if self._receiver in ready else b"":
                 if number in self._ours:
                     self._receive(number)
@@ -199,24 +203,34 @@ class Stopper:
 
     def _receive(self, number: int) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
+        if self.at_once:
+            return self._end_at_once(number)
         is_second = now - self._arrivals.setdefault(number, now) > ECHO_S and number != signal.SIGUSR1
-        if not self.at_once and (is_second or self._failure_of_peer() == ""):
+        if is_second or self._failure_of_peer() == "":
             why = "came a second time" if is_second else "came after another rank had failed"
             self._say(f"{name} {why}: rank {self.world.rank} exits at once")
-            self._tell_failure()
+            self._leave(failure="")
             os._exit(128 + number)
         if line := self._line_about_killed():  # so torchrun ends us too; the main thread will notice, or never
             self._tell_of_killed(line)
             self._give_up = now + UNWIND_S
-        if self.at_once:
-            self._tell_failure(line)
-            os._exit(128 + number)
         code = 0 if number == signal.SIGUSR1 else 128 + number
         self._request = self._request or (f"{name} on rank {self.world.rank}", code)
 
+    def _end_at_once(self, number: int) -> None:
+        def end() -> None:
+            LIBC.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+        threading.Timer(NOTICE_S, end).start()  # where the store does not answer
+        if line := self._line_about_killed():
+            self._tell_of_killed(line)
+        self._leave(failure=line or None)
+        end()
+
     def _exchange(self) -> None:
         """Learns of another rank's request, or tells all ranks of the one that this rank knows."""
-        if self._messages is None:
+        if self._messages is None or self.at_once:
             return
         told = self._messages.read("request")
         if told is None and self._request is not None:
@@ -232,25 +246,32 @@ class Stopper:
                 "expected only messages of this run; keep other processes away from that port"
             )
 
-    def _tell_failure(self, killed: str = "") -> None:
-        """`killed`: a line about the rank that was, if that is what ends this one."""
+    def _leave(self, *, failure: str | None) -> None:
+        """Tells the others that this rank ends by itself. `failure`: a line about the rank that was killed, if that is
+        what ends this one, or nothing about it; None: it has not failed."""
         with suppress(RuntimeError):
             if self._messages is not None:
-                self._messages.post("failed", killed)
+                if failure is not None:
+                    self._messages.post("failed", failure)
+                self._messages.post(f"left/{self.world.rank}", "")
 
     def _failure_of_peer(self) -> str | None:
-        """What `_tell_failure` has told on another rank; None: nothing."""
+        """What `_leave` has told of a failure on another rank; None: nothing."""
+        return self._read("failed")
+
+    def _read(self, name: str) -> str | None:
         with suppress(RuntimeError):
-            return self._messages and self._messages.read("failed")
+            return self._messages and self._messages.read(name)
         return None
 
     def _line_about_killed(self) -> str:
         """Which rank a signal has killed, as this rank sees it or another one has told; empty: none."""
-        failure = self._failure_of_peer()
         for rank, number in self._peers.killed().items():
-            if number is not None or failure is None:  # one that failed by itself has told so
+            if number in STOP_SIGNALS:  # whoever sends these knows
+                continue
+            if number is not None or self._read(f"left/{rank}") is None:  # one that ends by itself tells so
                 return in_words(rank, number)
-        return failure or ""
+        return self._failure_of_peer() or ""
 
     def _tell_of_killed(self, line: str) -> RankKilled:
         """The error, told once, by the first rank that is left on a node that lost one."""

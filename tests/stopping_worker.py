@@ -201,6 +201,18 @@ def generate(folder, world, stopper, run, *, path, tp_size):
         raise
 
 
+def leave(folder, world, how):
+    """An evaluation that rank 1 leaves first, and rank 0 with an error, or never by itself."""
+    with Stopper(world, at_once=True):
+        note(folder, world)
+        while not (folder / "go").exists():
+            time.sleep(0.05)
+        if world.rank == 0 and how == "a bug":
+            raise RuntimeError(how)
+        if world.rank == 0:
+            time.sleep(FOREVER_S)
+
+
 CASES = {case.__name__: case for case in (
     wait_for_another, wait_for_another_after_a_compiler, wait_for_rewards, hang, fail, save_in_time, restart, generate,
 )}  # fmt: skip
@@ -213,6 +225,8 @@ def main(folder, name, *words):
             (folder / "importing").touch()
             time.sleep(2)
         world = init_distributed()
+        if name == "leave":
+            return leave(folder, world, *words)
         stopper = Stopper(world, max_minutes=5.0)
         run = Run(folder / "run", TrackingConfig(), world, config={}, num_steps=9, overwrite=True)
         with run, stopper:

@@ -7,6 +7,7 @@ import signal
 import time
 from contextlib import closing, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -107,6 +108,26 @@ def test_a_rank_that_is_killed_is_named_by_another_in_one_line(tmp_path, case):
         assert str(ROOT / "lib") not in running.stderr  # no traceback
         if case == "wait_for_another":
             assert status(tmp_path) == stopped(line, step=1) | {"state": "failed"}
+        running.wait_for_all()
+
+
+@pytest.mark.parametrize("how", ["a bug", "SIGTERM", "SIGHUP"])
+def test_a_rank_that_leaves_by_itself_is_not_called_killed(tmp_path, how):
+    """Where the machine is so busy that its exit status is gone before another rank looks, which then fails by itself,
+    or is stopped; or it leaves for a signal that somebody sent it."""
+    with job(tmp_path, "leave", how) as running:
+        first, second = (rank["pid"] for rank in running.until(lambda: notes(tmp_path)))
+        os.kill(first, signal.SIGSTOP)
+        if how == "SIGHUP":
+            os.kill(second, signal.SIGHUP)
+        (tmp_path / "go").touch()
+        running.until(lambda: not Path(f"/proc/{second}").exists())
+        os.kill(first, signal.SIGCONT)
+        if how == "SIGTERM":
+            os.kill(running.process.pid, signal.SIGTERM)
+        assert running.wait() == 1
+        assert "killed" not in running.stderr
+        assert ("RuntimeError: a bug" in running.stderr) == (how == "a bug")
         running.wait_for_all()
 
 
