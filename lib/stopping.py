@@ -6,7 +6,8 @@ store where they met. It only takes note: what runs long asks `Stopper.requested
 come together `Stopper.agreed` gives all of them the same answer.
 
 The thread also sees which other ranks of its node a signal has killed, since these cannot tell: SIGKILL is what the
-system sends where memory is short.
+system sends where memory is short. Where torchrun has asked for the exit status before, it is gone; so a rank that ends
+by itself leaves a word, and one without a word was killed.
 
 SIGUSR1, which schedulers send some time before they end a job, stops as SIGTERM does, but the exit code is 0.
 
