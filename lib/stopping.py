@@ -170,7 +170,7 @@ class Stopper:
             handler = signal.getsignal(number)
             if handler in (signal.SIG_IGN, _take_note):  # `nohup` ignores SIGHUP, and so do we
                 continue
-            if self.at_once and handler is signal.default_int_handler:  # an exception, which is how we leave
+            if self.at_once and number == signal.SIGINT:  # an exception, with which the block is left
                 continue
             signal.signal(number, _take_note)
             signal.siginterrupt(number, False)  # no system call of anybody's fails for it
@@ -188,7 +188,7 @@ class Stopper:
                 LIBC.sigaction(number, ours, None)
             ready, _, _ = select.select([self._receiver, *self._peers.alive], [], [], POLL_S)
             self._peers.look()
-            if self.at_once and self._peers.killed() and (line := self._line_about_killed()):
+            if self._peers.killed() and (line := self._line_about_killed()):
                 self._tell_of_killed(line)
             for number in self._receiver.recv(64) if self._receiver in ready else b"":
                 if number in self._ours:
@@ -203,9 +203,9 @@ class Stopper:
                 self._messages = None
 
     def _receive(self, number: int) -> None:
-        name, now = signal.Signals(number).name, time.monotonic()
         if self.at_once:
             return self._end_at_once(number)
+        name, now = signal.Signals(number).name, time.monotonic()
         is_second = now - self._arrivals.setdefault(number, now) > ECHO_S and number != signal.SIGUSR1
         if is_second or self._failure_of_peer() == "":
             why = "came a second time" if is_second else "came after another rank had failed"

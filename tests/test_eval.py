@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,7 +27,7 @@ from lib.errors import DamagedCheckpoint, UserError
 from lib.evaluation.any_model import find_model, iter_weights, load_eval_prompts, what_defines_responses
 from lib.evaluation.inputs import COLUMNS, Parts, parts_folder
 from lib.storage.checkpoint_folder import hash_file, publish, stage
-from tests.ranks import LIMIT_S, ONE_KILLED, ROOT, torchrun
+from tests.ranks import LIMIT_S, ONE_KILLED, ROOT, Job, torchrun
 from tests.test_eval_files import DATA, ROLLOUT, group
 from tests.tiny import make_model, make_questions, make_tokenizer
 
@@ -276,39 +277,32 @@ def test_killed_at_any_moment_and_started_again_equals_undisturbed_and_generates
     assert outputs(folder, output) == outputs(folder, f"whole_{num_ranks}.parquet")
 
 
-KILLING = """
-import os, signal, time
-def parent(pid):
-    return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
-def pending(pid):
-    return int(open(f"/proc/{pid}/status").read().partition("ShdPnd:")[2].split()[0], 16)
+HANGING = """
+import pathlib, time
 def compute_score(**_):
-    if os.environ["RANK"] == "0":
-        mine = parent(os.getppid())  # a worker's parent is the keeper of workers, and its parent the rank
-        torchrun = parent(mine)
-        ranks = [int(pid) for pid in open(f"/proc/{torchrun}/task/{torchrun}/children").read().split()]
-        [other] = [pid for pid in ranks if b"\\0RANK=1\\0" in open(f"/proc/{pid}/environ", "rb").read()]
-        if LATE:
-            os.kill(mine, signal.SIGSTOP)
-        os.kill(other, signal.SIGKILL)
-        if LATE:
-            while not pending(mine) & 1 << signal.SIGTERM - 1:  # until torchrun has asked for the exit status
-                time.sleep(0.05)
-            os.kill(mine, signal.SIGCONT)
-        time.sleep(60)
-    return 1.0
+    pathlib.Path(__file__).with_name("begun").touch()
+    time.sleep(FOREVER)
 """
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_rank_that_is_killed_is_named_by_another_in_one_line(folder, tmp_path, late):
-    """`late`: where the machine is busy, torchrun has seen the end, and sent SIGTERM, before the other rank looks."""
-    (tmp_path / "reward.py").write_text(KILLING.replace("LATE", str(late)))
-    done = torchrun(2, *words(folder, f"killed_{late}.parquet"), "--reward.path", str(tmp_path / "reward.py"))
-    assert done.returncode == 1
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("error[")]
-    assert re.match(ONE_KILLED, line) and "it may have been memory" in line
-    assert str(ROOT / "lib") not in done.stderr  # no traceback
+    """`late`: where the machine is busy, torchrun has asked for the exit status before the other rank looks."""
+    (tmp_path / "reward.py").write_text(HANGING.replace("FOREVER", str(2 * LIMIT_S)))
+    with Job(2, *words(folder, f"killed_{late}.parquet"), "--reward.path", str(tmp_path / "reward.py")) as running:
+        running.until((tmp_path / "begun").exists)
+        first, second = (running.pid_of_rank(rank) for rank in range(2))
+        if late:
+            os.kill(first, signal.SIGSTOP)
+        os.kill(second, signal.SIGKILL)
+        if late:
+            running.until(lambda: not Path(f"/proc/{second}").exists())
+            os.kill(first, signal.SIGCONT)
+        assert running.wait() == 1
+        [line] = [line for line in running.stderr.splitlines() if line.startswith("error[")]
+        assert re.match(ONE_KILLED, line) and "it may have been memory" in line
+        assert str(ROOT / "lib") not in running.stderr  # no traceback
+        running.wait_for_all()
 
 
 def test_a_log_that_cannot_be_written_is_told_with_the_options_of_an_evaluation(folder):

@@ -17,7 +17,8 @@ from lib.tracking.terminal import Terminal
 class StartupTimer:
     """Where the seconds went between the launch (of torchrun, where there is one) and the first training step.
 
-    No garbage is collected meanwhile: what is imported and built stays, and each search of all of it takes .2 s.
+    No garbage is collected meanwhile: what is imported and built stays, and a search of all of it takes up to .2 s
+    (EXPERIMENTS.md).
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,8 @@ class StartupTimer:
         return time.monotonic() - self._launched
 
     def table(self) -> str:
-        """The phases and their seconds, ending in `launch -> first step: X s`. Call it when the first step begins."""
+        """The phases and their seconds, ending in `launch -> first step: X s`. Call it when the first step begins:
+        garbage is collected again."""
         gc.enable()
         total = self.total
         phases = [*self._phases, ("other", total - sum(seconds for _, seconds in self._phases))]
