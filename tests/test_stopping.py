@@ -25,7 +25,7 @@ from lib.stopping import ECHO_S, POLL_S, Stopper
 from lib.storage.checkpoint_folder import find_checkpoints
 from lib.torchrun import ATTEMPT
 from lib.tracking.run import read_metrics
-from tests.ranks import LIMIT_S, ONE_KILLED, ROOT, Job
+from tests.ranks import LIMIT_S, ONE_KILLED, ROOT, Job, free_port
 from tests.stopping_worker import SLOW_REWARD, response
 from tests.tiny import make_model, make_questions, make_tokenizer
 
@@ -109,6 +109,18 @@ def test_a_rank_that_is_killed_is_named_by_another_in_one_line(tmp_path, case):
         if case == "wait_for_another":
             assert status(tmp_path) == stopped(line, step=1) | {"state": "failed"}
         running.wait_for_all()
+
+
+def test_a_killed_rank_is_told_although_no_launcher_ends_the_others_which_hang(tmp_path):
+    launch = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+    words = ("-m", "tests.stopping_worker", str(tmp_path), "hang")
+    with (
+        Job(None, *words, RANK="0", LOCAL_RANK="0", **launch) as first,
+        Job(None, *words, RANK="1", LOCAL_RANK="1", **launch) as second,
+    ):
+        first.until(lambda: notes(tmp_path))
+        os.kill(second.process.pid, signal.SIGKILL)
+        first.until(lambda: re.search(ONE_KILLED, first.stderr))
 
 
 @pytest.mark.parametrize("how", ["a bug", "SIGTERM", "SIGHUP"])
