@@ -5,9 +5,9 @@
     torchrun --nproc_per_node=1 -m recipes.lora_qwen3_8b_gsm8k --model.path DIR --num-steps 5      # try it
 
 The learning rate is ten times that of all weights. P6 of recipes/bench.py, 512 responses of 512 tokens of a model of
-this shape with random weights, took 31.1 s per step on one H200, with all weights, whose moments lie on the host,
-41.9 s; the trainer's peak was 55.9 GiB, before less was kept (EXPERIMENTS.md). This recipe's own step and its accuracy
-have not been measured: no score is claimed.
+this shape with random weights, took 30.6 s per step on one H200, with all weights, whose moments lie on the host,
+41.9 s; the trainer's peak was 45 GiB (EXPERIMENTS.md). This recipe's own step and its accuracy have not been measured:
+no score is claimed.
 """
 
 from lib.config import parse_cli
