@@ -94,6 +94,7 @@ def merge(cfg: MergeConfig) -> None:
     shards = read_checkpoint(checkpoint, skip_verify=cfg.skip_verify)
     adapter = read_adapter(checkpoint / "huggingface")
     check_adapter_options(cfg, checkpoint, adapter)
+    check_base_stays(target, adapter, cfg)
     if cfg.adapter:
         base = base_to_name(cfg, adapter)
         with new_folder(target) as folder:
@@ -133,6 +134,19 @@ def check_adapter_options(cfg: MergeConfig, checkpoint: Path, adapter: Adapter |
             f"--adapter writes one file of float32, and no model; found {' and '.join(said)}, expected it alone; leave "
             "out one of the two"
         )
+
+
+def check_base_stays(target: Path, adapter: Adapter | None, cfg: MergeConfig) -> None:
+    """Raises UserError where the target is, or holds, a model under the adapter: --force would replace it."""
+    base = cfg.base
+    while adapter is not None:
+        folder = resolve_path(base or adapter.base, "--base").resolve()
+        if target in (folder, *folder.parents):
+            raise UserError(
+                f"--target-dir would replace the model under the adapter; {target}; found it at or around {folder}, "
+                "expected another place: no checkpoint of the adapter could be used any more; choose a new folder"
+            )
+        adapter, base = read_adapter(folder), None
 
 
 def base_to_name(cfg: MergeConfig, adapter: Adapter) -> str:

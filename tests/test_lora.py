@@ -342,7 +342,8 @@ def test_one_graph_serves_every_number_of_tokens(init):
 
 def test_options_are_checked():
     for words, expected in (
-        (dict(rank=-1), "rank"), (dict(rank=4, alpha=0.0), "alpha"), (dict(alpha=16.0), "--lora.alpha means nothing"),
+        (dict(rank=-1), "rank"), (dict(rank=4, alpha=0.0), "alpha"), (dict(rank=4, alpha=1e300), "alpha"),
+        (dict(alpha=16.0), "--lora.alpha means nothing"),
         (dict(targets=("q_proj",)), "--lora.targets means nothing"), (dict(rank=4, targets=()), "targets"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=expected):

@@ -9,6 +9,7 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lib.dist import SINGLE
 from lib.errors import UserError
@@ -19,14 +20,18 @@ from tests.prefork import prefork
 from tests.ranks import LIMIT_S, ROOT
 from tests.tiny import make_model, make_questions, make_tokenizer
 
+FILE = "model/model.safetensors"
 LORA = ("--lora.rank", "4", "--lora.alpha", "8")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A folder with a model, its tokenizer, training and validation questions."""
+    """A folder with a model, its tokenizer, training and validation questions. The model's file holds its tied head
+    too, with which nothing computes."""
     folder = tmp_path_factory.mktemp("lora_runs")
     make_tokenizer(make_model(folder / "model"))
+    tensors = weights(folder / "model")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / FILE)
     make_questions(folder / "train.parquet", count=40, start=0)
     make_questions(folder / "val.parquet", count=7, start=100)
     return folder
@@ -70,7 +75,7 @@ def test_a_run_trains_adapters_alone_beside_a_reference_that_is_the_base(run, fi
     assert all(row["training/rollout_log_probs_diff/mean"] < 1e-5 for row in (first, *later))
     saved = json.loads((folder / "global_step_3" / "actor" / "huggingface" / "adapter.json").read_text())
     assert (saved["base"], saved["scale"], saved["dtype"]) == (str(files / "model"), 2.0, "float32")
-    assert len(saved["tensors"]) == len(weights(files / "model"))
+    assert {*saved["tensors"]} == {*weights(files / "model")} - {"lm_head.weight"}
     held = weights(folder / "global_step_3" / "actor" / "model")
     assert len(held) == 28 and all("lora_" in name for name in held)
 
@@ -171,6 +176,10 @@ def test_what_does_not_fit_a_checkpoint_is_told_before_a_model_is_loaded(run, fi
     make_tokenizer(make_model(files / "other", seed=7))
     other = words(files, "b", *branch, "4", num_steps=4, model="other")
     assert "the adapter was trained on another model" in refusal(2, *other)
+    beside = merged(folder / "global_step_2" / "actor", files / "beside", adapter=True)
+    own = "the checkpoint has an adapter of its own"
+    assert own in (line := refusal(1, *words(files, "b", *branch[:2], "--lora.path", str(beside), num_steps=4)))
+    assert "say --lora.rank 4 --lora.alpha 8 --lora.targets down_proj gate_proj" in line
     assert "has not; no_proj; found q_proj" in refusal(1, *words(files, "c", *LORA, "--lora.targets", "no_proj"))
 
 
@@ -180,6 +189,11 @@ def test_a_run_whose_base_is_gone_or_another_is_refused_before_an_engine_is_buil
     assert "actor/huggingface/adapter.json" in verify_actor(actor, SINGLE)
     kept = base.rename(files / "kept")
     try:
+        shutil.copytree(kept, base)
+        used = {name: tensor for name, tensor in weights(base).items() if name != "lm_head.weight"}
+        save_file(used, files / FILE)
+        assert verify_actor(actor, SINGLE)  # what nothing computes with may be gone
+        shutil.rmtree(base)
         with pytest.raises(UserError, match="the model under an adapter is gone"):
             verify_actor(actor, SINGLE)
         make_tokenizer(make_model(base, seed=7))
@@ -189,6 +203,29 @@ def test_a_run_whose_base_is_gone_or_another_is_refused_before_an_engine_is_buil
     finally:
         shutil.rmtree(base, ignore_errors=True)
         kept.rename(base)
+
+
+def test_overwrite_never_moves_away_what_the_run_begins_with(run, files):
+    folder, _ = run
+    inside = merged(folder / "global_step_3" / "actor", folder / "adapter", adapter=True)
+    moved = "--overwrite moves away what the run begins with; "
+    assert f"{moved}--lora.path" in refusal(2, *words(files, "run", "--overwrite", "--lora.path", str(inside)))
+    assert f"{moved}--model.path" in refusal(1, *words(files, "run", "--overwrite", *LORA, model="run"))
+    other = ("--model.reference-path", str(folder), "--kl-loss-coef", "0.1")
+    assert f"{moved}--model.reference-path" in refusal(1, *words(files, "run", "--overwrite", *other))
+    assert (folder / "global_step_3").is_dir() and inside.is_dir()
+    shutil.rmtree(inside)
+
+
+def test_force_never_replaces_the_model_under_an_adapter(run, files):
+    actor = run[0] / "global_step_3" / "actor"
+    before = (files / FILE).read_bytes()
+    link = files / "link"
+    link.symlink_to(files / "model")
+    for target, more in ((files / "model", {}), (link, {}), (files / "model", {"adapter": True})):
+        with pytest.raises(UserError, match="--target-dir would replace the model under the adapter"):
+            merged(actor, target, force=True, **more)
+    assert (files / FILE).read_bytes() == before
 
 
 def test_an_exported_adapter_is_replaced_by_force_alone_and_only_where_nothing_else_lies(run, files):

@@ -7,6 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from lib.config import parse_args
 from lib.dist import SINGLE
 from lib.errors import UserError
 from lib.launch.checks import trained_shapes
@@ -18,6 +19,7 @@ from lib.storage.weights import AdaptedFolder, hash_tensors
 from lib.storage.whole_tensors import Shards
 from tests.merge_checkpoints import loaded, weights
 from tests.tiny import make_model, make_tokenizer
+from train_grpo import GRPOConfig
 
 RANK = 4
 
@@ -106,11 +108,22 @@ def test_a_run_takes_rank_alpha_and_modules_from_the_folder(theirs, base):
     assert (lora.rank, lora.alpha, {*lora.targets}) == (RANK, 8.0, {"q_proj", "down_proj"})
     assert trained_shapes(lora, files(base)).keys() == read_peft(str(folder), "--lora.path").shapes.keys()
     assert LoRAConfig(path=str(folder), rank=RANK, alpha=8.0) == lora
+    assert LoRAConfig(path=str(folder), targets=lora.targets[::-1]) == lora
     for option in (dict(rank=8), dict(alpha=16.0), dict(targets=("k_proj",)), dict(init="pissa")):
         [name] = option
         said = f"has its own --lora.{name}; .*leave --lora.{name} out, or where a recipe gives it, say --lora.{name}"
         with pytest.raises(UserError, match=said):
             LoRAConfig(path=str(folder), **option)
+
+
+@pytest.mark.parametrize("said", [("rank", "0"), ("alpha", "32"), ("targets", "all-linear"), ("rank", "8")])
+def test_a_default_that_is_said_is_none_that_is_left_out(theirs, said):
+    folder, _ = theirs
+    name, word = said
+    with pytest.raises(UserError, match=f"has its own --lora.{name}; .*found"):
+        parse_args(GRPOConfig(), ["--lora.path", str(folder), f"--lora.{name}", word])
+    own = ["--lora.rank", str(RANK), "--lora.alpha=8", "--lora.targets", "down_proj", "q_proj"]
+    assert parse_args(GRPOConfig(), ["--lora.path", str(folder), *own]).lora == LoRAConfig(path=str(folder))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +178,13 @@ def test_factors_that_belong_to_a_base_which_peft_changed_are_refused(base, tmp_
             read_peft(str(tmp_path / "theirs"), "--lora.path")
 
 
-@pytest.mark.parametrize("entry", [dict(r=0), dict(r="8"), dict(r=True), dict(lora_alpha=0), dict(lora_alpha=None)])
+BAD_RANK_OR_ALPHA = [
+    dict(r=0), dict(r="8"), dict(r=True), dict(lora_alpha=0), dict(lora_alpha=None), dict(lora_alpha=10**400),
+    dict(lora_alpha=1e300),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", BAD_RANK_OR_ALPHA)
 def test_a_rank_or_alpha_that_is_none_is_refused(theirs, entry):
     change(theirs[0], **entry)
     with pytest.raises(UserError, match="no usable rank or alpha"):
@@ -219,16 +238,16 @@ def test_numbers_that_are_not_finite_are_refused(theirs, base):
     folder, _ = theirs
     rewrite(folder, lambda tensors: {name: tensor * torch.nan for name, tensor in tensors.items()})
     with pytest.raises(UserError, match="holds NaN or infinity"):
-        read_peft(str(folder), "--lora.path").check_base({}, base)
+        read_peft(str(folder), "--lora.path").check_base({}, base, used=())
 
 
 def test_ours_says_which_numbers_it_belongs_to(ours, theirs, base, tmp_path):
     adapter = read_peft(str(ours), "--lora.path")
-    adapter.check_base(hash_tensors(base, SINGLE), base)
+    adapter.check_base(hash_tensors(base, SINGLE), base, used=())
     assert all(torch.equal(adapter.read(name), read_peft(str(theirs[0]), "-").read(name)) for name in adapter.shapes)
     other = make_model(tmp_path / "other", kind="qwen2", tied=False, seed=1)
     with pytest.raises(UserError, match=r"the adapter was trained on another model; .*other"):
-        adapter.check_base(hash_tensors(other, SINGLE), other)
+        adapter.check_base(hash_tensors(other, SINGLE), other, used=())
 
     def swap(tensors):
         names = [f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_B.weight" for layer in (0, 1)]
@@ -236,7 +255,7 @@ def test_ours_says_which_numbers_it_belongs_to(ours, theirs, base, tmp_path):
 
     rewrite(ours, swap)
     with pytest.raises(UserError, match=r"not as it was written; model.layers.0.self_attn.q_proj.lora_B"):
-        read_peft(str(ours), "--lora.path").check_base(hash_tensors(base, SINGLE), base)
+        read_peft(str(ours), "--lora.path").check_base(hash_tensors(base, SINGLE), base, used=())
 
 
 def test_the_sum_is_the_one_of_training(ours, base):

@@ -69,7 +69,7 @@ def parse_args(default: T, argv: Sequence[str]) -> T:
     argv = complete_booleans(argv, options)
 
     with _one_line_errors(argv):
-        return tyro.cli(
+        config = tyro.cli(
             type(default),
             default=default,
             args=argv,
@@ -77,6 +77,18 @@ def parse_args(default: T, argv: Sequence[str]) -> T:
             console_outputs=is_first_rank(),
             config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
         )
+    _check_said(config, argv)
+    return config
+
+
+def _check_said(config: Any, argv: list[str]) -> None:
+    """Lets a section that has `check_said` see the words that were said of its fields: {field: words}."""
+    for field in dataclasses.fields(config):
+        section = getattr(config, field.name)
+        if hasattr(section, "check_said"):
+            names = [each.name for each in dataclasses.fields(section)]
+            words = {name: values_of(f"--{field.name}.{name}", argv) for name in names}
+            section.check_said({name: found for name, found in words.items() if found})
 
 
 def option_names(config: Any) -> list[str]:

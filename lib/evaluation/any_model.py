@@ -85,7 +85,7 @@ def find_model(
     hashes = _hash_folder(files.folder, world) if actor is None else verify_actor(actor, world)
     if adapter is not None:
         base_hashes = hash_tensors(files.folder, world) if adapter.base_hashes else {}
-        world.on_rank_0(lambda: adapter.check_base(base_hashes, files.folder))
+        world.on_rank_0(lambda: adapter.check_base(base_hashes, files.folder, used=files.shapes))
         both = {CONFIG: FileEntry(0, ""), WEIGHTS: FileEntry(0, "")}
         entries = world.on_rank_0(lambda: hash_files(adapter.folder, both))
         hashes |= {name: entry.hash for name, entry in entries.items()}

@@ -25,6 +25,7 @@ from lib.dist import World
 from lib.errors import DamagedCheckpoint, LockstepError, UserError
 from lib.launch.branch import NOTHING_LEFT_OVER, begin_branch, changed_options, flat, in_short, in_words, num_left_over
 from lib.launch.train_config import TrainConfig
+from lib.model.lora import LoRAConfig
 from lib.model.networks import CausalPolicy, Critic
 from lib.model.optim import lr_factor, schedule_end
 from lib.rewards.trial import code_hash
@@ -90,17 +91,25 @@ class Resume:
             f"weights alone: --model.path {self.path} without --checkpoint.resume"
         )
 
-    def check_base(self, files: ModelFiles, *, scale: float) -> None:
+    def check_base(self, files: ModelFiles, lora: LoRAConfig) -> None:
         """Raises UserError when the checkpoint's adapter was trained on other weights, whatever their shapes, or with
-        another scale."""
+        another scale, and where one to begin with is given beside it."""
         adapter = None if self.path is None else read_adapter(self.path / "actor" / "huggingface")
         if adapter is None:
             return
-        check_base(adapter.tensors, files.tensor_hashes, files.folder)
-        if adapter.scale != scale:
+        check_base(adapter.tensors, files.tensor_hashes, files.folder, used=files.shapes)
+        if adapter.scale != lora.scale:
             raise UserError(
-                f"the adapter was trained with another scale; {self.path}; found alpha / rank {scale:g}, expected "
+                f"the adapter was trained with another scale; {self.path}; found alpha / rank {lora.scale:g}, expected "
                 f"{adapter.scale:g}: its weights would be another model's; give --lora.alpha its value of then"
+            )
+        began = self.trainer["config"].get("lora", {}).get("path")
+        if lora.path not in (None, began):
+            raise UserError(
+                f"the checkpoint has an adapter of its own; {self.path}; found --lora.path {lora.path}, expected "
+                f"{began or 'none'}, as its run had it: another would not be read; say --lora.rank {lora.rank} "
+                f"--lora.alpha {lora.alpha:g} --lora.targets {' '.join(lora.targets)} instead, or leave "
+                "--checkpoint.resume out"
             )
 
     def restore_prompts(self, prompts: PromptStream) -> "Resume":
@@ -214,6 +223,8 @@ def _look(cfg: TrainConfig) -> tuple[list[Found], bool, str | None]:
     is_restart = again and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     moves_aside = cfg.overwrite and not is_restart
     again = again or (status.get("state"), status.get("step")) == ("stopped", 0)
+    if is_run and moves_aside:
+        _check_nothing_needed(folder, cfg)
     there = find_checkpoints(folder) if is_run and not moves_aside else []
     found = there if mode != "never" or is_restart else []
     if is_run and not (again or there or moves_aside):
@@ -233,6 +244,19 @@ def _look(cfg: TrainConfig) -> tuple[list[Found], bool, str | None]:
     own = [one for one in found if one.step > asked.step] if began_there else []
     candidates = [*own, Found(step=asked.step, path=path, manifest=asked, problem=None)]
     return candidates, again or began_there, status.get("state")
+
+
+def _check_nothing_needed(folder: Path, cfg: TrainConfig) -> None:
+    """Raises UserError where --overwrite would move away what the run begins with."""
+    for option, path in flat(json.loads(json.dumps(to_json(cfg)))).items():
+        if option.endswith(("model.path", "model.reference_path", "lora.path")) and path is not None:
+            place = _folder(path)
+            if place is not None and folder.resolve() in (place.resolve(), *place.resolve().parents):
+                name = option.replace("_", "-")
+                raise UserError(
+                    f"--overwrite moves away what the run begins with; --{name} {path}; found it in --run-dir "
+                    f"{cfg.run_dir}, expected another place; choose another --run-dir, or move the run yourself"
+                )
 
 
 def _begins_again(folder: Path, status: Mapping[str, Any], cfg: TrainConfig) -> bool:

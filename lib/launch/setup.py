@@ -103,10 +103,11 @@ def read_task(
     if cfg.lora.rank:
         with startup.phase("hash the base model"):
             model_files = replace(model_files, tensor_hashes=hash_tensors(model_files.folder, world))
-            world.agree(lambda: resume.check_base(model_files, scale=cfg.lora.scale))
+            world.agree(lambda: resume.check_base(model_files, cfg.lora))
             if cfg.lora.path is not None:
                 peft = read_peft(cfg.lora.path, "--lora.path")
-                world.on_rank_0(lambda: peft.check_base(model_files.tensor_hashes, model_files.folder))
+                hashes, used = model_files.tensor_hashes, model_files.shapes
+                world.on_rank_0(lambda: peft.check_base(hashes, model_files.folder, used=used))
     num_steps = cfg.num_steps or max(1, len(train_set) * cfg.total_epochs // cfg.prompts_per_step)
     resume.check_steps(num_steps)
     if cfg.frozen_steps >= num_steps:
@@ -198,8 +199,10 @@ def load_actor(cfg: TrainConfig, task: Task, world: World, *, reserved_bytes: in
     task.resume.load_("actor", policy, optimizer, world)
     adapter = None
     if cfg.lora.rank:
+        files = task.model_files
         adapter = Adapter(
-            base=str(task.model_files.folder), tensors=task.model_files.tensor_hashes, scale=cfg.lora.scale,
+            base=str(files.folder), scale=cfg.lora.scale,
+            tensors={name: files.tensor_hashes[name] for name in files.shapes},  # a folder may hold more
             dtype=str(cfg.model.compute_dtype(world)).removeprefix("torch."),
         )  # fmt: skip
     return Trained(model=policy, optimizer=optimizer, folder=task.model_files.folder, adapter=adapter)

@@ -10,7 +10,7 @@ with B0 + B and A0 + A in the place of B and A where the adapter begins elsewher
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lib.errors import UserError, check_fields
 from lib.storage.adapter import ALL_LINEAR, adapted_weights, as_one_product, effective_weight, put_effective_weight_
-from lib.storage.peft_folder import read_peft
+from lib.storage.peft_folder import LEAST_ALPHA, MOST_ALPHA, read_peft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class LoRAConfig:
             self,
             "lora.",
             rank=(self.rank >= 0, "0 or more"),
-            alpha=(0 < self.alpha < math.inf, "above 0 and finite"),
+            alpha=(LEAST_ALPHA <= self.alpha <= MOST_ALPHA, f"from {LEAST_ALPHA:g} to {MOST_ALPHA:g}"),
             targets=(bool(self.targets), f"names of modules, or {ALL_LINEAR}"),
         )
         if self.rank == 0 and (said := [name for name in _NAMES if getattr(self, name) != getattr(LoRAConfig, name)]):
@@ -64,19 +64,34 @@ class LoRAConfig:
         peft = read_peft(self.path, "--lora.path")
         own = {"rank": peft.rank, "alpha": peft.alpha, "targets": peft.modules, "exclude": (), "init": "kaiming"}
         for name, value in own.items():
-            if getattr(self, name) not in (getattr(LoRAConfig, name), value):
-                said = " ".join((f"--lora.{name}", *(value if isinstance(value, tuple) else (str(value),))))
-                raise UserError(
-                    f"an adapter that is there has its own --lora.{name}; --lora.path {self.path}; found "
-                    f"{getattr(self, name)!r}, expected {value!r}; leave --lora.{name} out, or where a recipe gives "
-                    f"it, say {said}"
-                )
+            given = getattr(self, name)
+            if given != getattr(LoRAConfig, name) and not _are_equal(given, value):
+                raise self._refuse(name, given, value)
             object.__setattr__(self, name, value)
+
+    def check_said(self, said: Mapping[str, Sequence[str]]) -> None:
+        """Raises UserError where a command line says, in these words, what the folder has otherwise: a default too."""
+        for name, words in said.items() if self.path is not None else ():
+            value = getattr(self, name)
+            given = tuple(words) if isinstance(value, tuple) else type(value)(words[0])
+            if name != "path" and not _are_equal(given, value):
+                raise self._refuse(name, given, value)
+
+    def _refuse(self, name: str, given: Any, value: Any) -> UserError:
+        said = " ".join((f"--lora.{name}", *(value if isinstance(value, tuple) else (str(value),))))
+        return UserError(
+            f"an adapter that is there has its own --lora.{name}; --lora.path {self.path}; found {given!r}, expected "
+            f"{value!r}; leave --lora.{name} out, or where a recipe gives it, say {said}"
+        )
 
     @property
     def scale(self) -> float:
         """alpha / rank."""
         return self.alpha / self.rank
+
+
+def _are_equal(given: Any, value: Any) -> bool:
+    return {*given} == {*value} if isinstance(value, tuple) else given == value
 
 
 _NAMES = ("alpha", "targets", "exclude", "init")

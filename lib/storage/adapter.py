@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -171,16 +171,18 @@ def hash_tensor(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()[:16]
 
 
-def check_base(trained_beside: Mapping[str, str], here: Mapping[str, str], folder: str | Path) -> None:
+def check_base(
+    trained_beside: Mapping[str, str], here: Mapping[str, str], folder: str | Path, *, used: Collection[str] = ()
+) -> None:
     """Raises UserError unless the tensors of `folder`, with the hashes `here`, are those that an adapter was trained
-    beside."""
-    if other := sorted(name for name, digest in trained_beside.items() if here.get(name) != digest):
+    beside, and those among them that its model computes with, `used`."""
+    if other := sorted(name for name in {*trained_beside, *used} if here.get(name) != trained_beside.get(name)):
         raise refuse_other_base(other[0], folder)
 
 
 def refuse_other_base(name: str, folder: str | Path) -> UserError:
     """The error for a base model whose tensor `name` is another, be its shape the same."""
     return UserError(
-        f"the adapter was trained on another model; {folder}; found other numbers in {name}, expected those that it "
-        "was trained beside; give the model that the run began with as --model.path, or copy it there again"
+        f"the adapter was trained on another model; {folder}; found other numbers in {name}, or none, expected those "
+        "that it was trained beside; give the model that the run began with as --model.path, or copy it there again"
     )

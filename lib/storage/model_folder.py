@@ -308,9 +308,10 @@ def _read_config(folder: Path, option: str, *, is_critic: bool = False) -> tuple
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         base = read_json(adapter).get("base_model_name_or_path", "unknown")
+        beside = f"give that model, and the adapter as --lora.path {folder}"
         raise UserError(
             f"{option} is an adapter, not a model; {adapter}; found an adapter of {base}, expected a whole model; "
-            f"give that model, and the adapter as --lora.path {folder}"
+            f"{beside if option == '--model.path' else 'merge the two where it was trained, and give that'}"
         )
     file = folder / "config.json"
     if not file.exists():

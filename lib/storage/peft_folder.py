@@ -8,9 +8,8 @@ others write says nothing of that kind: its shapes are all that can be compared.
 """
 
 import json
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +33,8 @@ from lib.storage.whole_tensors import ANOTHER, ShardedTensor, Shards, read_tenso
 
 PREFIX = "base_model.model."
 """Of peft's names: its wrapper, and the attribute that holds the model."""
+LEAST_ALPHA, MOST_ALPHA = 1e-6, 1e6
+"""Beyond these, W_eff or its gradients leave what float32 holds, or no update moves it."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_HASHES, FACTOR_HASHES = "lockstep_base", "lockstep_factors"
 """Entries of the weights' header."""
@@ -98,12 +99,15 @@ class PeftAdapter:
         there, here = (list(of[name]) if name in of else "none" for of in (self.shapes, expected))
         raise UserError(
             f"the adapter is of another model, or of some of its layers; {name} in {self.folder}; found {there}, "
-            f"expected {here} as {model} has it; give the model that it was trained on ({self.base}) as --model.path"
+            f"expected {here} as {model} has it; give the model that it was trained on ({self.base}) as --model.path; "
+            "if that is it, merge the adapter into it where it was trained"
         )
 
-    def check_base(self, hashes: Mapping[str, str], model: Path) -> None:
-        """Raises UserError when it was trained beside other numbers than these, and unless its own are as they were."""
-        check_base(self.base_hashes, hashes, model)
+    def check_base(self, hashes: Mapping[str, str], model: Path, *, used: Collection[str]) -> None:
+        """Raises UserError when it was trained beside other numbers than these, of which the model computes with those
+        `used`, and unless its own are as they were."""
+        if self.base_hashes:
+            check_base(self.base_hashes, hashes, model, used=used)
         for name in self.shapes:
             self.read(name)
 
@@ -133,10 +137,12 @@ def read_peft(path: str, option: str) -> PeftAdapter:
             "expected LoRA without them; merge it into its model where it was trained, and give that as --model.path"
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+    is_usable = type(rank) is int and rank >= 1 and type(alpha) in (int, float)
+    if not is_usable or not LEAST_ALPHA <= alpha <= MOST_ALPHA:
         raise UserError(
-            f"the adapter has no usable rank or alpha; {folder / CONFIG}; found r {rank!r} and lora_alpha {alpha!r}, "
-            "expected an integer of 1 or more, and a number above 0; write it again where it was trained"
+            f"the adapter has no usable rank or alpha; {folder / CONFIG}; found r {str(rank)[:40]!r} and lora_alpha "
+            f"{str(alpha)[:40]!r}, expected an integer of 1 or more, and a number from {LEAST_ALPHA:g} to "
+            f"{MOST_ALPHA:g}; write it again where it was trained"
         )
     shapes = _factor_shapes(folder, rank)
     return PeftAdapter(

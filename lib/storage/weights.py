@@ -53,7 +53,7 @@ class AdaptedFolder:
     def read(self, name: str) -> Tensor:
         """One whole tensor in the precision of the training. Raises UserError when the base model is another."""
         weight = self._base.read(name)
-        if self._adapter.tensors and hash_tensor(weight) != self._adapter.tensors.get(name):
+        if name in self._adapter.tensors and hash_tensor(weight) != self._adapter.tensors[name]:
             raise refuse_other_base(name, self._base_path)
         weight = weight.to(dtype := getattr(torch, self._adapter.dtype))
         factors = {each: self._factors.shapes.get(each) for each in factors_of(name, with_start=True)}
