@@ -121,6 +121,8 @@ def test_a_hub_id_that_cannot_be_had_is_a_user_error(tmp_path: Path, monkeypatch
         ({"hidden_size": "16"}, ("hidden_size", "'16'")),
         ({"vocab_size": 0}, ("vocab_size", "0")),
         ({"num_key_value_heads": -2}, ("num_key_value_heads", "-2")),
+        ({"sliding_window": -1}, ("no usable sliding_window", "found -1", "say null for none")),
+        ({"sliding_window": True}, ("no usable sliding_window", "found True")),
         ({"num_key_value_heads": 3}, ("num_attention_heads=4", "num_key_value_heads=3")),
         ({"vocab_size": 48}, ("embed_tokens", "[32, 16]", "[48, 16]")),
         ({"intermediate_size": 23}, ("gate_proj", "[24, 16]", "[23, 16]")),

@@ -40,7 +40,9 @@ SIZES = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "sliding_window")
+"""Sizes that a config.json may leave out. Of a window that is none, as -1, trainer, engine and transformers' own masks
+each make something else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,9 +325,10 @@ def _read_config(folder: Path, option: str, *, is_critic: bool = False) -> tuple
     for name in (*SIZES, *(name for name in OPTIONAL_SIZES if config.get(name) is not None)):
         most = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
         if type(config.get(name)) is not int or not 0 < config[name] <= most:
+            remedy = "say null for none" if name == "sliding_window" else DOWNLOAD_AGAIN
             raise UserError(
                 f"config.json has no usable {name}; {file}; found {config.get(name)!r}, expected a positive integer "
-                f"up to {most}; {DOWNLOAD_AGAIN}"
+                f"up to {most}; {remedy}"
             )
     heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
     if heads % kv_heads:
