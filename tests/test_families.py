@@ -141,6 +141,23 @@ def test_attention_sinks_are_refused_by_the_name_of_their_weights(tmp_path):
         check_parameters(files)
 
 
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_windows_that_a_config_names_and_turns_off_are_refused_for_every_role(tmp_path, role):
+    make_tokenizer(make_model(tmp_path / "smollm3", kind="smollm3"))
+    file = tmp_path / "smollm3" / "config.json"
+    changes = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+    config = {key: value for key, value in json.loads(file.read_text()).items() if key != "use_sliding_window"}
+    policy = check_model_files(str(file.parent), max_prompt_len=8, max_response_len=8)
+    file.write_text(json.dumps(config | changes))  # transformers' default is false
+    with pytest.raises(UserError, match=r"windows that it says it does not use.*layer_types, use_sliding_window; set"):
+        if role == "critic":
+            check_critic_files(str(file.parent), policy, max_prompt_len=8, max_response_len=8)
+        else:
+            check_parameters(check_model_files(str(file.parent), max_prompt_len=8, max_response_len=8))
+    file.write_text(json.dumps(config | changes | {"use_sliding_window": True}))  # as the remedy says
+    check_parameters(check_model_files(str(file.parent), max_prompt_len=8, max_response_len=8))
+
+
 @pytest.mark.parametrize(
     ("architecture", "error", "said"),
     [

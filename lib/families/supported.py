@@ -28,6 +28,11 @@ SOFT_CAPS = ("final_logit_softcapping", "attn_logit_softcapping")
 STATE_SPACE = ("mamba_", "ssm_", "linear_num_", "linear_conv_")
 LATENT = ("kv_lora_rank", "q_lora_rank")  # DeepSeek's, whose engine keeps tensors that it makes of the weights
 ATTENTION = {"full_attention", "sliding_attention"}
+REMEDIES = {
+    "dropout": "set them to 0",
+    "windows that it says it does not use": "set use_sliding_window to true, or all of layer_types to full_attention",
+}
+"""For what config.json alone can mend."""
 OTHER_INPUTS = ("vision_config", "audio_config", "text_config")
 
 
@@ -93,8 +98,10 @@ def _model_type(architecture: str) -> str | None:
 
 def refuse_parts(config: Mapping[str, Any], file: Path) -> None:
     """Raises UserError for a config, as it stands or with its defaults, of a model that nothing here can train."""
-    layer_types = config.get("layer_types")
-    other_layers = sorted({str(kind) for kind in layer_types} - ATTENTION) if isinstance(layer_types, list) else []
+    layer_types = config.get("layer_types") if isinstance(config.get("layer_types"), list) else []
+    other_layers = sorted({str(kind) for kind in layer_types} - ATTENTION)
+    # transformers' masks go by layer_types alone, its attention, and so ours, by both entries (SmolLM3).
+    windows_off = "sliding_attention" in layer_types and not config.get("use_sliding_window", True)
     state_space = [name for name, value in config.items() if name.startswith(STATE_SPACE) and value]
     parts = {
         "other inputs than text": [name for name in OTHER_INPUTS if config.get(name)],
@@ -104,11 +111,12 @@ def refuse_parts(config: Mapping[str, Any], file: Path) -> None:
         "latent attention (MLA)": [name for name in LATENT if config.get(name)],
         "soft-caps of logits": [name for name in SOFT_CAPS if config.get(name)],
         "dropout": [name for name, value in config.items() if _drops(config, name, value)],
+        "windows that it says it does not use": ["layer_types", "use_sliding_window"] if windows_off else [],
         "attention to later tokens": [name for name in ("use_bidirectional_attention",) if config.get(name)],
     }
     for what, names in parts.items():
         if names:
-            remedy = "set them to 0" if what == "dropout" else f"use a dense decoder: {KNOWN}"
+            remedy = REMEDIES.get(what, f"use a dense decoder: {KNOWN}")
             raise UserError(
                 f"the model has {what}, which is not supported; {file}; found {', '.join(names[:3])}; {remedy}"
             )
