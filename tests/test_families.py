@@ -14,9 +14,10 @@ from lib.errors import UserError
 from lib.families.heads import check_head, logits_divisor
 from lib.families.meta_model import build_causal_lm
 from lib.families.supported import PROVED
+from lib.model.networks import build_critic
 from lib.storage.model_folder import check_critic_files, check_model_files, check_parameters, check_reference
 from merge import MergeConfig, merge
-from tests.merge_checkpoints import seal
+from tests.merge_checkpoints import seal, write_pieces
 from tests.prefork import prefork
 from tests.tiny import KINDS, make_model, make_tokenizer
 
@@ -84,6 +85,25 @@ def test_what_is_loaded_saved_and_merged_is_the_file_bit_for_bit(found, kind, tm
     ours, theirs = (load_file(p / "model.safetensors") for p in (tmp_path / "merged", folder / f"{kind}{num_ranks}"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "granite", "olmo2", "olmo3", "llama"])
+def test_a_critic_of_any_family_is_merged_to_a_folder_that_a_critic_starts_from(tmp_path, kind):
+    make_tokenizer(make_model(tmp_path / "policy", kind=kind))
+    critic = build_critic(str(tmp_path / "policy"), param_dtype=torch.float32)
+    critic.config.save_pretrained(tmp_path / "critic" / "huggingface")
+    weights = {name: torch.randn(parameter.shape) for name, parameter in critic.named_parameters()}
+    pieces = {name: ([0] * tensor.ndim, tensor) for name, tensor in weights.items()}
+    write_pieces(tmp_path / "critic" / "model", {1: pieces})
+    step = seal(tmp_path / "run", {"critic": tmp_path / "critic"})
+    merge(MergeConfig(local_dir=str(step / "critic"), target_dir=str(tmp_path / "merged"), dtype="keep"))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == weights.keys() and all(torch.equal(merged[name], weights[name]) for name in weights)
+    policy = check_model_files(str(tmp_path / "policy"), max_prompt_len=8, max_response_len=8)
+    files = check_critic_files(str(tmp_path / "merged"), policy, max_prompt_len=8, max_response_len=8)
+    assert files.shapes == {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    again = build_critic(str(tmp_path / "merged"), param_dtype=torch.float32)
+    assert again.config.architectures == critic.config.architectures
 
 
 # ---- Heads ----

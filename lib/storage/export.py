@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib.errors import DamagedCheckpoint, UserError
+from lib.families.supported import CAUSAL, VALUES
 from lib.storage.beside_weights import copy_beside_weights
 from lib.storage.checkpoint_folder import MANIFEST, fsync
 from lib.storage.peft_folder import CONFIG, WEIGHTS
@@ -52,6 +54,10 @@ def expected_tensors(folder: Path) -> Expected:
     file = folder / "config.json"
     names = read_json(file).get("architectures") or [None]
     architecture = getattr(transformers, str(names[0]), None)
+    # Of some families (Gemma 3, Granite, OLMo) transformers has no such class: their critics are ours alone.
+    is_own = architecture is None and str(names[0]).endswith(VALUES)
+    if is_own:
+        architecture = getattr(transformers, names[0].replace(VALUES, CAUSAL), None)
     if not isinstance(architecture, type) or not issubclass(architecture, transformers.PreTrainedModel):
         raise UserError(
             f"not an architecture of transformers; {file}; found {names[0]}, expected one like Qwen3ForCausalLM or "
@@ -60,7 +66,8 @@ def expected_tensors(folder: Path) -> Expected:
         )
     try:
         with torch.device("meta"):
-            model = architecture(transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False))
+            config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            model = _critic(config) if is_own else architecture(config)
     except Exception as error:  # KeyError, ValueError, dataclass validation: transformers has no class for it
         raise UserError(
             f"transformers cannot build the model; {file}; found {type(error).__name__}: "
@@ -75,6 +82,15 @@ def expected_tensors(folder: Path) -> Expected:
         tied=tied,
         computed=frozenset(name for name, _ in model.named_buffers() if name not in saved),
     )
+
+
+def _critic(config: Any) -> nn.Module:
+    """A decoder below a value head, by the names of transformers' models for token classification."""
+    from transformers import AutoModel
+
+    critic = nn.Module()
+    critic.model, critic.score = AutoModel.from_config(config), nn.Linear(config.hidden_size, 1)
+    return critic
 
 
 def check_tensors(shards: Shards, expected: Expected) -> None:
