@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lib.errors import DamagedCheckpoint, UserError
-from lib.storage.export import plan_files
+from lib.storage.export import expected_tensors, plan_files
 from lib.storage.whole_tensors import read_shards
 from tests.merge_checkpoints import (  # noqa: F401 (fixtures)
     LOCKSTEP_MODELS,
@@ -98,6 +98,14 @@ def test_a_tied_head_that_was_saved_apart_must_equal_the_embedding(models, tmp_p
     state["lm_head.weight"][0, 0] += 1
     torch.save(state, folder / "model_world_size_1_rank_0.pt")
     assert "tied" in refusal(UserError, folder, tmp_path / "other")
+
+
+@pytest.mark.parametrize("entry", ["_attn_implementation", "attn_implementation"])
+def test_an_attention_that_config_names_need_not_be_installed_to_merge(models, entry, tmp_path):
+    folder = shutil.copytree(models / "tied", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {entry: "flash_attention_2"}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert expected_tensors(folder).shapes == {name: tuple(each.shape) for name, each in weights(folder).items()}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "keep", "auto"])
