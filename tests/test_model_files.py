@@ -180,6 +180,14 @@ def test_a_tensor_parallel_size_must_divide_the_heads(folder: Path) -> None:
     assert "use 1, 2 or 4" in message(folder, tensor_parallel_size=3)
 
 
+def test_a_tensor_parallel_size_must_divide_the_layers_between_the_attentions(folder: Path) -> None:
+    write(folder / "config.json", CONFIG | {"intermediate_size": 22})
+    (folder / "model.safetensors").write_bytes(safetensors(expected_shapes(CONFIG | {"intermediate_size": 22})))
+    check(folder, tensor_parallel_size=2)
+    text = message(folder, tensor_parallel_size=4)
+    assert "2 key-value heads and intermediate_size=22; use 1 or 2" in text, text
+
+
 def test_missing_or_foreign_weights_are_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert "no weights" in message(folder)

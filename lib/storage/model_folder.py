@@ -395,13 +395,17 @@ def _lengths_of_one_table(config: dict[str, Any], rope: Any) -> list[int]:
 
 
 def _check_tensor_parallel(config: dict[str, Any], folder: Path, size: int) -> None:
-    heads = config["num_attention_heads"]
+    heads, intermediate_size = config["num_attention_heads"], config["intermediate_size"]
     kv_heads = config.get("num_key_value_heads") or heads
-    if heads % size or (kv_heads % size and size % kv_heads):
-        fitting = [d for d in nearest_divisors(heads, size, count=heads) if kv_heads % d == 0 or d % kv_heads == 0]
+
+    def fits(size: int) -> bool:
+        return heads % size == intermediate_size % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+    if not fits(size):
         raise UserError(
             f"--rollout.tensor-model-parallel-size {size} does not divide the model; {folder / 'config.json'}; found "
-            f"{heads} attention heads and {kv_heads} key-value heads; use {either(fitting)}"
+            f"{heads} attention heads, {kv_heads} key-value heads and intermediate_size={intermediate_size}; use "
+            f"{either([d for d in nearest_divisors(heads, size, count=heads) if fits(d)])}"
         )
 
 
