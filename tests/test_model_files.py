@@ -142,6 +142,12 @@ def test_a_config_that_does_not_fit_names_the_field(folder: Path, changes: dict,
     assert all(part in text for part in expected), text
 
 
+@pytest.mark.parametrize("entry", ["quantization_config", "sliding_window"])
+def test_an_entry_that_says_null_is_as_one_that_is_not_there(folder: Path, entry: str) -> None:
+    write(folder / "config.json", CONFIG | {entry: None})
+    check(folder)
+
+
 def test_a_config_file_that_cannot_be_read_names_file_and_line(folder: Path) -> None:
     config = folder / "config.json"
     config.write_text('{\n  "vocab_size": 32,\n  oops\n}')

@@ -47,7 +47,7 @@ def check_family(config: Mapping[str, Any], folder: Path, *, is_critic: bool = F
     A critic may be a causal language model, or one for token classification with one label.
     """
     file = folder / "config.json"
-    if "quantization_config" in config:
+    if config.get("quantization_config") is not None:
         raise UserError(
             f"the weights are quantised; {file}; found quantization_config, expected float weights; use the "
             "unquantised model: training needs its full precision"
@@ -58,7 +58,7 @@ def check_family(config: Mapping[str, Any], folder: Path, *, is_critic: bool = F
         raise UserError(
             f"unsupported architecture; {file}; found {found}, expected a causal language model; use one of {KNOWN}"
         )
-    if "auto_map" in config:  # as Phi-3's, although transformers has its own code for it
+    if "auto_map" in config:  # as Phi-3's, although transformers has its own code; it does not take a null either
         remedy = "take that entry out" if is_proved(config) else f"use a model of {KNOWN}"
         raise UserError(
             f"the model brings its own code; {file}; found auto_map, expected an architecture of transformers itself; "
