@@ -14,7 +14,7 @@ from lib.errors import UserError
 from lib.families.heads import check_head, logits_divisor
 from lib.families.meta_model import build_causal_lm
 from lib.families.supported import PROVED
-from lib.model.networks import build_critic
+from lib.model.networks import build_critic, build_policy, empty_
 from lib.storage.model_folder import check_critic_files, check_model_files, check_parameters, check_reference
 from merge import MergeConfig, merge
 from tests.merge_checkpoints import seal, write_pieces
@@ -135,6 +135,17 @@ class Capped(transformers.Qwen3ForCausalLM):
         return output
 
 
+def test_outputs_are_read_by_name_where_a_config_asks_for_tuples(tmp_path):
+    config = json.loads((make_model(tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"return_dict": False}))
+    check_head(build_causal_lm(tmp_path))
+    policy, ids = build_policy(str(tmp_path), param_dtype=torch.float32), torch.tensor([[3, 4, 5]])
+    empty_(policy, torch.device("cpu"))
+    log_probs, _ = policy(ids, torch.arange(3)[None], torch.tensor([0, 3], dtype=torch.int32), 3, torch.tensor([1]),
+                          ids[0, 2:], 1.0, "none")  # fmt: skip
+    assert log_probs.shape == (1,)
+
+
 # ---- What is not proved, and what cannot be ----
 
 
@@ -247,8 +258,6 @@ def test_a_critic_or_reference_that_the_proofs_of_the_policy_say_nothing_about_i
 
 @pytest.mark.parametrize(("kind", "where"), [("StableLm", "cu_seq_lens_q"), ("Nemotron", "cu_seq_lens_q")])
 def test_layers_that_hand_no_borders_on_are_told_apart_by_the_first_pass(tmp_path, kind, where):
-    from lib.model.networks import build_policy, empty_
-
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, pad_token_id=1, bos_token_id=0, eos_token_id=0,

@@ -20,7 +20,7 @@ def read_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder)
+        return AutoConfig.from_pretrained(folder, return_dict=True)  # whatever the file says: outputs are read by name
     except Exception as error:  # KeyError, ValueError, dataclass validation
         raise _cannot_build(folder, error) from error
 
