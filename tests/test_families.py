@@ -128,6 +128,12 @@ def test_a_head_that_scales_is_known_and_one_that_does_more_is_refused(tmp_path,
         check_head(capped)
 
 
+@pytest.mark.parametrize("value", ["x", 0, float("nan"), True])
+def test_a_scale_of_the_head_is_a_finite_number_other_than_0(value):
+    with pytest.raises(UserError, match=f"no usable logit_scale; a cohere model; found {value!r}, expected a finite"):
+        logits_divisor({"model_type": "cohere", "logit_scale": value})
+
+
 class Capped(transformers.Qwen3ForCausalLM):
     def forward(self, **keywords):
         output = super().forward(**keywords)

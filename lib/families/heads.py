@@ -1,6 +1,7 @@
 """What a family's head does to the logits before they are log-probs, and the proof that it is all it does."""
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,13 +16,26 @@ PROBED_TOKENS, PROBED_ROWS = 8, 64
 
 
 def logits_divisor(config: Mapping[str, Any]) -> float:
-    """What the product of hidden state and head is divided by, by a config as a dict: 1 for most families."""
+    """What the product of hidden state and head is divided by, by a config as a dict: 1 for most families.
+
+    Raises UserError for a scale that is not a finite number other than 0.
+    """
     divisor = 1.0
     for name in DIVISORS:
-        divisor *= config.get(name) or 1.0
+        divisor *= _scale(config, name)
     for name in FACTORS:
-        divisor /= config.get(name) or 1.0
+        divisor /= _scale(config, name)
     return divisor
+
+
+def _scale(config: Mapping[str, Any], name: str) -> float:
+    scale = 1.0 if config.get(name) is None else config[name]
+    if type(scale) not in (int, float) or not math.isfinite(scale) or scale == 0:
+        raise UserError(
+            f"config.json has no usable {name}; a {config.get('model_type')} model; found {scale!r}, expected a finite "
+            "number other than 0; mend that entry, or copy config.json again"
+        )
+    return scale
 
 
 def check_head(causal_lm: nn.Module) -> None:
