@@ -249,6 +249,16 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused_and_an_
     assert "tied" in message(folder)
 
 
+def test_a_head_that_is_the_embedding_in_another_precision_is_told_as_that(folder: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    head = weights["model.embed_tokens.weight"].to(torch.bfloat16)
+    save_file(weights | {"lm_head.weight": head}, folder / "model.safetensors")
+    assert "found BF16 and F32, expected the same; save the model without lm_head.weight" in message(folder)
+
+
 @pytest.mark.parametrize("name", ["v_head.summary.weight", "model.embed_tokens.lora_A", "lm_head.bias", "x"])
 def test_a_tensor_that_would_not_be_trained_is_refused_wherever_it_is(folder: Path, name: str) -> None:
     with_tensors(folder, {name: (2, 2)})

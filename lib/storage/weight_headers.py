@@ -69,9 +69,13 @@ def check_weights(
         )
     for name, source in (tied or {}).items():
         if name in found and not _are_equal(found[name], found[source]):
+            ours, theirs = found[name].dtype, found[source].dtype
+            differs, remedy = "other numbers", ""
+            if ours != theirs:
+                differs, remedy = f"{ours} and {theirs}", f"save the model without {name} if it is a copy; else "
             raise UserError(
-                f"config.json says tied, the weights differ; {name} and {source} in {folder}; found other numbers, "
-                "expected the same; set tie_word_embeddings to false in config.json, and both are trained"
+                f"config.json says tied, the weights differ; {name} and {source} in {folder}; found {differs}, "
+                f"expected the same; {remedy}set tie_word_embeddings to false in config.json, and both are trained"
             )
 
 
