@@ -2,12 +2,14 @@
 
 import json
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
+from lib.engine import in_process
 from lib.engine.in_process import told_refusals
 from lib.engine.rollout_config import RolloutConfig
 from lib.errors import UserError
@@ -72,9 +74,15 @@ def test_a_window_that_only_the_engine_obeys_is_found_without_a_sequence_beyond_
 
 
 def test_a_family_that_the_engine_does_not_serve_is_told_by_its_name(found):
-    line = found[2]["not served"]
+    line = found[2]["not served"]["DiffLlama"]
     assert line.startswith("the engine does not start with this model; DiffLlamaForCausalLM in ")
     assert "found ValueError: Layer 0 does not dispatch" in line and "use one of Gemma3, Glm4" in line
+
+
+def test_what_only_the_engines_first_step_finds_is_told_in_a_line(found):
+    line = found[2]["not served"]["Llama"]
+    assert line.startswith("the engine does not start with these settings; rank 0; found RuntimeError: "), line
+    assert "head_dim=16" in line and line.endswith("; change what it names (its own flags are not ours)"), line
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -195,27 +203,41 @@ def test_windows_that_a_config_names_and_turns_off_are_refused_for_every_role(tm
     check_parameters(check_model_files(str(file.parent), max_prompt_len=8, max_response_len=8))
 
 
+VLLM, OURS = find_spec("vllm").origin, __file__
+COLLECTIVE = torch.distributed.distributed_c10d.__file__
+
+
 @pytest.mark.parametrize(
-    ("architecture", "error", "said"),
+    ("architecture", "error", "files", "said"),
     [
-        (
-            "Qwen3ForCausalLM",
-            ValueError("no memory"),
-            "with these settings; rank 1; found ValueError: no memory; change ",
-        ),
-        ("Qwen3ForCausalLM", RuntimeError("a bug"), None),
-        (
-            "OlmoForCausalLM",
-            RuntimeError("no kernel"),
-            "with this model; OlmoForCausalLM in .* RuntimeError: no kernel; ",
-        ),
+        ("Qwen3", ValueError("no memory"), [OURS], "with these .*; rank 1; found ValueError: no memory; change --"),
+        ("Qwen3", ValueError("no gelu"), [VLLM], "with these .* ValueError: no gelu; change what it names"),
+        ("Qwen3", AssertionError("no window"), [VLLM], "with these .* AssertionError: no window; change what"),
+        ("Qwen3", RuntimeError("no kernel"), [VLLM, torch._ops.__file__], "with these .* RuntimeError: no kernel; "),
+        ("Qwen3", NotImplementedError("no"), [VLLM], "with these settings; .* NotImplementedError: no; "),
+        ("Qwen3", RuntimeError("a bug"), [OURS], None),
+        ("Qwen3", AssertionError("a bug"), [VLLM, in_process.__file__], None),
+        ("Qwen3", TypeError("a bug"), [VLLM], None),
+        ("Qwen3", RuntimeError("a peer is gone"), [VLLM, COLLECTIVE], None),
+        ("Qwen3", torch.OutOfMemoryError("CUDA out of memory"), [VLLM], None),
+        ("Olmo", RuntimeError("no kernel"), [OURS], "with this model; OlmoForCausalLM in .* RuntimeError: no kernel; "),
+        ("Olmo", UserError("ours"), [OURS], None),
     ],
 )
-def test_what_an_engine_says_while_it_is_built_is_told_unless_it_is_a_bug(tmp_path, architecture, error, said):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    with pytest.raises(UserError if said else type(error), match=said and f"the engine does not start {said}"):  # noqa: SIM117
-        with told_refusals(RolloutConfig(), str(tmp_path), on_gpu=False, rank=1):
-            raise error
+def test_what_an_engine_says_as_it_starts_is_told_unless_it_is_a_bug(tmp_path, architecture, error, files, said):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [f"{architecture}ForCausalLM"]}))
+    telling = told_refusals(RolloutConfig(), str(tmp_path), on_gpu=False, rank=1)
+    match = said and f"the engine does not start {said}"
+    with pytest.raises(UserError if said else type(error), match=match) as caught, telling:
+        raise_from(files, error)
+    assert said or caught.value is error
+
+
+def raise_from(files, error):
+    """Raises it in the last of these files, called from the others."""
+    inner = (lambda: raise_from(files[1:], error)) if len(files) > 1 else None
+    source = "inner()" if inner else "raise error"
+    exec(compile(source, files[0], "exec"), {"inner": inner, "error": error})
 
 
 LONG = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}

@@ -88,11 +88,12 @@ class RolloutEngine:
             gc.disable()  # what is built stays; searching it again and again takes seconds
             world.agree(lambda: check_names(on_gpu=self.on_gpu))
             self._fast_paths = FastPaths(cfg.fast_paths, world)
-            with self._fast_paths.while_building(), told_refusals(cfg, model_path, on_gpu=self.on_gpu, rank=world.rank):
-                self._llm = build_llm(
-                    cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self.sleeps, name
-                )
-            self._fast_paths.check(self._llm.llm_engine)
+            with told_refusals(cfg, model_path, on_gpu=self.on_gpu, rank=world.rank):
+                with self._fast_paths.while_building():
+                    self._llm = build_llm(
+                        cfg, model_path, dtype, max_prompt_len, self.max_num_seqs, self.on_gpu, self.sleeps, name
+                    )
+                self._fast_paths.check(self._llm.llm_engine)
         self._engine = self._llm.llm_engine
         self.model: nn.Module = self._llm.apply_model(lambda model: model)[0]
         self._awake = {"weights", "kv_cache"}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lib.dist import SINGLE, World
 from lib.engine.engine import RolloutEngine
+from lib.engine.in_process import told_refusals
 from lib.engine.mismatch import check_finite
 from lib.engine.rollout_config import Sampling
 from lib.engine.weight_sync import WeightSync, names_to_check
@@ -66,7 +67,8 @@ def prove_function(
     """
     policy, engine = weight_sync.policy, weight_sync.engine
     world = engine.world
-    rollouts = _sample(engine, policy.config.vocab_size, max_prompt_len)
+    with told_refusals(engine.cfg, folder, on_gpu=engine.on_gpu, rank=world.rank):  # what only the first step finds
+        rollouts = _sample(engine, policy.config.vocab_size, max_prompt_len)
     engine.sleep()  # its memory may be all that the policy leaves
     batch = world.agree(lambda: make_batch(rollouts, SINGLE, mini_batch_size=len(rollouts)))
     onload(weight_sync.fsdp, policy, world)

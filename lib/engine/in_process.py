@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import numpy
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from lib.engine.lent_classes import lent_classes
-from lib.errors import UserError
+from lib.errors import LockstepError, UserError
 from lib.families.supported import KNOWN, is_proved
 from lib.storage.weight_headers import read_json
 
@@ -118,30 +119,42 @@ def restored_host_state() -> Iterator[None]:
 
 @contextmanager
 def told_refusals(cfg: Any, model_path: str, *, on_gpu: bool, rank: int) -> Iterator[None]:
-    """Errors of vLLM's inside, where an engine is built for a RolloutConfig, as a UserError, unless they are bugs."""
-    memory = "gpu_memory_utilization" if on_gpu else "cpu_kv_cache_gib"
-    remedy = (
-        f"change --rollout.{memory.replace('_', '-')} (now {getattr(cfg, memory)}), or what it names (its own flags "
-        "are not ours)"
-    )
+    """Errors of vLLM's inside, where an engine is built for a RolloutConfig or samples for the first time, as a
+    UserError. Bugs of ours keep their traceback."""
     try:
         yield
+    except LockstepError:
+        raise
     except Exception as error:
-        found = f"rank {rank}; found {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"
-        if isinstance(error, AssertionError) and "memory profiling" in str(error):
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        found = f"rank {rank}; found {said[:300]}"
+        if isinstance(error, AssertionError) and "memory profiling" in said:
             raise UserError(
                 f"another process gave GPU memory back while the engine measured it; rank {rank}; found "
                 f"{' '.join(str(error).split())[:120]}; start again when no other run begins or ends on this GPU"
             ) from error
+        memory = "gpu_memory_utilization" if on_gpu else "cpu_kv_cache_gib"
+        setting = f"--rollout.{memory.replace('_', '-')} (now {getattr(cfg, memory)}), or "
+        remedy = f"change {setting if 'memory' in said else ''}what it names (its own flags are not ours)"
         config = read_json(Path(model_path) / "config.json")
         if not is_proved(config):
             raise UserError(
                 f"the engine does not start with this model; {config['architectures'][0]} in {model_path}; {found}; "
                 f"where that names the model, use one of {KNOWN}; else {remedy}"
             ) from error
-        if isinstance(error, ValueError):  # how vLLM says that its settings do not fit the memory
+        if isinstance(error, ValueError) or _is_refusal(error):
             raise UserError(f"the engine does not start with these settings; {found}; {remedy}") from error
         raise
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether vLLM says that it cannot do what it is asked for: in its own code, or in an operation that it calls."""
+    ours, theirs = Path(__file__).parents[1], Path(find_spec("vllm").origin).parent
+    files = [Path(frame.f_code.co_filename) for frame, _ in walk_tb(error.__traceback__)]
+    owners = [root for file in files for root in (ours, theirs) if root in file.parents]
+    # A full GPU has its own line; and where a collective fails, a peer has failed before.
+    is_else = isinstance(error, torch.OutOfMemoryError) or files[-1].parent.match("torch/distributed")
+    return isinstance(error, AssertionError | RuntimeError) and owners[-1:] == [theirs] and not is_else
 
 
 def build_llm(
