@@ -3,11 +3,15 @@
 import os
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from lib.dist import SINGLE
+from lib.engine.engine import request_seed
+from lib.engine.rollout_config import Sampling
 from lib.turns.config import TurnsConfig
 from lib.turns.conversations import Conversations, of_episodes
 from lib.turns.dialogue import OWN_METRICS, Dialogue
@@ -28,6 +32,8 @@ class Game(Environment):
         self.said, self.noise = [], random.Random(seed).randrange(1000)
         if row.extra_info.get("begin") == "raise":
             raise ValueError("no such level")
+        if row.extra_info.get("begin") == "seed":
+            raise ValueError(f"seed {seed}")
         if row.extra_info.get("begin"):
             return Observation(messages=row.extra_info["begin"])
 
@@ -244,6 +250,23 @@ def test_a_reset_that_fails_excludes_its_episode(file):
         table.begin(replace(SAMPLE, extra_info={"begin": "raise"}))
         failed = table.answer()
         assert failed.finish_reason == "error" and "Game.reset: ValueError: no such level" in failed.score.error
+
+
+def test_validation_has_seeds_of_its_own_and_all_of_training_the_same(file):
+    """Of prompts with one uid; the reset fails with its seed, so that no engine is asked."""
+    engine = SimpleNamespace(
+        is_leader=True, of_leader=list, agreeing=lambda stop: stop, sampling=nullcontext, abort=list
+    )  # fmt: skip
+    sample, found = replace(SAMPLE, extra_info={"begin": "seed"}), {}
+    with Table(file, "Game") as table:
+        about = {"join": "step", "max_turn_len": None, "world": SINGLE}
+        made = Conversations(engine, table.dialogue, Kinds(table.hub.about), **about)
+        for stream in ("train", "validation", "greedy"):
+            [[rollout]] = made.generate([sample], Sampling(n=1, max_response_len=9, temperature=1.0), stream=stream)
+            found[stream] = rollout.score.error
+    of_training = f"Game.reset: ValueError: seed {request_seed(3, SAMPLE.uid, stream='environment')}"
+    assert all(of_training in found[stream] for stream in ("train", "greedy"))
+    assert "Game.reset: ValueError: seed " in found["validation"] and of_training not in found["validation"]
 
 
 def test_the_last_turn_is_answered_and_ends_the_episode(file):

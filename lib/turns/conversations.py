@@ -81,6 +81,8 @@ class Conversations:
         enough: Callable[[Collection[Rollout]], bool] = lambda left: False,
     ) -> Iterator[Rollout]:  # fmt: skip
         start = time.monotonic()
+        if self.dialogue is not None:
+            self.dialogue.stream = stream
         try:
             for rollout in converse(
                 self.engine, rollouts, replace(sampling, n=1), self.dialogue, join=self.join,

@@ -70,6 +70,8 @@ class Dialogue:
         """That calls of `step` took."""
         self.waited_s = 0.0
         """In which there was nothing to do but to wait for answers."""
+        self.stream = "train"
+        """Of the prompts that are asked about, as in `Sampler.generate`."""
         self._episodes: dict[tuple[int, int], _Episode] = {}
         """By uid and index."""
         self._open: dict[int, _Episode] = {}
@@ -88,7 +90,10 @@ class Dialogue:
         episode = _Episode(self._num_begun, rollout, kind, self.kinds.tools(kind, sample.extra_info))
         self._episodes[sample.uid, rollout.index] = self._open[episode.key] = episode
         if kind is not None:
-            seed = request_seed(self.seed, sample.uid, stream="environment")
+            # The uids of training and of validation are the same numbers, their tasks must not be. Whatever else
+            # samples a training prompt, a greedy baseline, is given the same task.
+            stream = "validation environment" if self.stream == "validation" else "environment"
+            seed = request_seed(self.seed, sample.uid, stream=stream)
             self._call(episode, "reset", {"kind": kind, "row": self.kinds.row(sample), "seed": seed})
         turns = rollout.sampled_turns if rollout.response_ids else []
         is_answered = [turn[-1] in self.stop_ids for turn in turns]
