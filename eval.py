@@ -176,7 +176,8 @@ def find_task(cfg: EvalScriptConfig, world: World) -> EvalTask:
     table, rows, warnings = world.agree(
         lambda: read_input(cfg.data, with_responses=cfg.score_only, needs_grader=needs_grader, with_turns=has_turns)
     )
-    groups = groups_of(table) if cfg.score_only else {}
+    where = f"--data.files {' '.join(cfg.data.files)}"
+    groups = world.agree(lambda: groups_of(table, where)) if cfg.score_only else {}
     kinds = None
     if has_turns:
         kinds = world.on_rank_0(lambda: find_kinds(cfg.turns, first_rows(cfg.data, rows)))

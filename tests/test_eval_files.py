@@ -113,7 +113,7 @@ def test_episodes_are_kept_with_what_their_environments_gave_them(tmp_path):
     parts._file.close()
 
 
-def test_the_columns_of_episodes_are_read_again_and_others_of_these_names_are_left_alone(tmp_path, monkeypatch):
+def test_the_columns_of_episodes_are_read_again_and_the_datas_own_of_these_names_are_left_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("GAME_API_KEY", "canary-2f9c41d7")
     spoken = [*EPISODES, replace(EPISODES[1], turns=[{"role": "assistant", "content": "canary-2f9c41d7"}])]
     found = group(0, responses=["a", "b", "c"], finish_reasons=["stop", "error", "stop"], response_lengths=[9, 0, 1])
@@ -127,10 +127,28 @@ def test_the_columns_of_episodes_are_read_again_and_others_of_these_names_are_le
         "reply": "five", "num_turns": 4, "tool_calls": 1, "turn_rewards": [0.5], "tool_rewards": [-0.05, 0.0],
         "turn_scores": [1.0],
     }  # fmt: skip
-    foreign = pa.table({"responses": [["a"]]} | {name: [["7"]] for name in EPISODE_COLUMNS})
+    foreign = pa.table({"responses": [["a"]]} | {name: [["7", "8"]] for name in EPISODE_COLUMNS})
     assert groups_of(foreign)[0].episodes is None
     write_output(tmp_path / "out.parquet", foreign, [group(0, responses=["a"])])
-    assert pq.read_table(tmp_path / "out.parquet")["turns"].to_pylist() == [["7"]]
+    assert pq.read_table(tmp_path / "out.parquet")["turns"].to_pylist() == [["7", "8"]]
+
+
+SAID = {"role": "assistant", "content": "five<|im_end|>", "num_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("turns", "found"),
+    [
+        ([["7"]], r"row 0 column 'turns'; found \['7'\]"),
+        ([[json.dumps([SAID])]], "row 0 column 'turns'; found .*five"),  # of a run of before: the text is not known
+        ([[json.dumps([SAID | {"text": "five"}])], None], "row 1 column 'turns'; found None"),  # files of both kinds
+    ],
+)
+def test_turns_of_responses_that_cannot_be_read_are_refused(turns, found):
+    table = {"responses": [["five"]], "turns": [turns[0]], "turn_metrics": [["{}"]]}
+    table = {name: values * len(turns) for name, values in table.items()} | {"turns": turns}
+    with pytest.raises(UserError, match=f"the turns of responses cannot be read; --data.files x {found}.*; score"):
+        groups_of(pa.table(table), "--data.files x")
 
 
 def test_the_prompts_name_the_tools_of_their_environments(tmp_path):

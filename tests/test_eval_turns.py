@@ -197,6 +197,32 @@ def test_an_episode_whose_environment_fails_is_excluded_and_counted(folder, one_
     assert summary_of(folder / "again.json")["overall"]["turns/excluded"] == num_excluded
 
 
+AS_THE_GAME = """
+import re
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    digits = re.findall(r"\\d", extra_info["reply"])[-1:]
+    is_right = bool(digits) and (int(digits[0]) - int(ground_truth)) % 2 == 0
+    return 2 / extra_info["num_turns"] if is_right else 0.0
+"""
+
+
+def test_a_steps_rollouts_are_scored_again_as_in_training(folder):
+    (folder / "as_the_game.py").write_text(AS_THE_GAME)
+    file = folder / "run" / "rollouts" / "step_1.parquet"
+    done = start(
+        "eval.py", "--score-only", "--data.files", str(file), "--output", str(folder / "of_step_1.parquet"),
+        "--reward.path", str(folder / "as_the_game.py"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    before, after = (pq.read_table(it).to_pylist() for it in (file, folder / "of_step_1.parquet"))
+    assert [row["scores"] for row in after] == [row["scores"] for row in before]
+    assert {0.5, 1.0} <= {score for row in after for score in row["scores"]}  # some at once, some after a "no"
+    roles = {turn["role"] for row in after for turns in row["turns"] for turn in turns}
+    assert roles == {"assistant", "user"}
+
+
 def test_responses_follow_from_the_file_that_answers_and_not_from_how_many_workers_do(tmp_path):
     def state(source, **options):
         (tmp_path / "game.py").write_text(source)

@@ -1,6 +1,8 @@
 """What rollouts/step_N.parquet says of a step, against the rollouts and the batch themselves, row by row."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -11,10 +13,11 @@ from lib.data.prompt_stream import PromptStream
 from lib.data.prompts import DataConfig, check_data_files, tokenize
 from lib.data.tokenizer import load_tokenizer
 from lib.dist import SINGLE
-from lib.evaluation.inputs import EvalDataConfig, read_input
+from lib.evaluation.inputs import EvalDataConfig, groups_of, read_input
 from lib.model.batching import make_batch
 from lib.rollouts.saved_rollouts import save_rollouts
 from lib.tracking.run import Run, TrackingConfig
+from lib.turns.conversations import Conversations
 from lib.types import Rollout, Score
 from train_grpo import GRPOConfig
 
@@ -104,24 +107,78 @@ def test_responses_to_different_prompts_are_shown_where_there_is_no_validation(m
     assert " -> " not in capfd.readouterr().out
 
 
-def test_an_episode_whose_environment_failed_before_its_first_turn_has_none(model, tmp_path):
-    write_rows(tmp_path / "train.parquet", [question(place, index=place) for place in range(2)])
-    data, tokenizer = DataConfig(train_files=(str(tmp_path / "train.parquet"),)), load_tokenizer(model)
+FAILED = {"response_ids": [], "finish_reason": "error", "score": Score(score=None, error="no level")}
+
+
+def save_episodes(model, folder, of_prompts):
+    """Of these prompts' episodes, {field: value} each; the rollouts, and the file."""
+    write_rows(folder / "train.parquet", [question(place, index=place) for place in range(len(of_prompts))])
+    data, tokenizer = DataConfig(train_files=(str(folder / "train.parquet"),)), load_tokenizer(model)
     prompts = tokenize(data, check_data_files(data), tokenizer, split="train")
-    samples = PromptStream(prompts, seed=0, shuffle=False).next(2)
-    failed = {"response_ids": [], "finish_reason": "error", "score": Score(score=None, error="no level")}
-    ended = {"response_ids": tokenizer.encode("a"), "spans": [1], "finish_reason": "stop", "score": Score(score=1.0)}
+    samples = PromptStream(prompts, seed=0, shuffle=False).next(len(of_prompts))
     rollouts = [
-        Rollout(sample=sample, index=index, rollout_log_probs=None, **fields)
-        for sample in samples for index, fields in enumerate((ended, failed) if sample.uid else (failed, ended))
+        Rollout(**{"sample": sample, "index": index, "rollout_log_probs": None, "score": Score(score=1.0)} | fields)
+        for sample, of_prompt in zip(samples, of_prompts, strict=True) for index, fields in enumerate(of_prompt)
     ]  # fmt: skip
     batch = make_batch(rollouts, SINGLE, mini_batch_size=4)
     batch = batch.with_(advantages=batch.response_mask.float())
-    with Run(tmp_path / "run", TrackingConfig(), SINGLE, config={}, num_steps=1) as run:
+    with Run(folder / "run", TrackingConfig(), SINGLE, config={}, num_steps=1) as run:
         save_rollouts(1, rollouts, batch, prompts, tokenizer, run=run, show=True)
-    rows = pq.read_table(tmp_path / "run/rollouts/step_1.parquet").to_pylist()
+    return rollouts, folder / "run/rollouts/step_1.parquet"
+
+
+def test_an_episode_whose_environment_failed_before_its_first_turn_has_none(model, tmp_path):
+    ended = {"response_ids": load_tokenizer(model).encode("a"), "spans": [1], "finish_reason": "stop"}
+    _, file = save_episodes(model, tmp_path, [(FAILED, ended), (ended, FAILED)])
+    rows = pq.read_table(file).to_pylist()
     assert [[text and len(json.loads(text)) for text in row["turns"]] for row in rows] == [[None, 1], [1, None]]
     assert [row["errors"] for row in rows] == [["no level", None], [None, "no level"]]
+
+
+def several_turns(model):
+    """An episode of two turns, whose environment and tools gave what they can give."""
+    tokenizer = load_tokenizer(model)
+    turns, end = [tokenizer.encode(text) for text in ("calc", "six", "the-end")], [0]
+    spans = [len(turns[0] + end), len(turns[1]), len(turns[2] + end)]
+    calls = [{"name": "calc", "arguments": {}}]
+    return {
+        "response_ids": turns[0] + end + turns[1] + turns[2] + end, "spans": spans, "finish_reason": "stop",
+        "observed": [(1, {"role": "tool", "name": "calc", "content": "six"})],
+        "turn_rewards": [(spans[0] - 1, 0.1), (sum(spans) - 1, -0.25)],
+        "metrics": {"calls": 1.0, "bad_calls": 0.0, "moves": 3.0, "prompt_tokens": 9.0},
+        "answers": [{"calls": calls, "seconds": 0.5, "tool_rewards": [0.3, 0.0]},
+                    {"calls": [], "seconds": 0.5, "turn_scores": [1.0]}],
+    }  # fmt: skip
+
+
+def test_episodes_are_scored_again_with_what_the_reward_function_was_told_in_training(model, tmp_path):
+    tokenizer, several = load_tokenizer(model), several_turns(model)
+    assert "<" in tokenizer.decode(several["response_ids"])  # there are special tokens, which it does not see
+    one = {"response_ids": tokenizer.encode("a"), "spans": [1], "finish_reason": "length", "metrics": {"calls": 0.0}}
+    rollouts, file = save_episodes(model, tmp_path, [(several, one), (FAILED, several)])
+    table, _, _ = read_input(EvalDataConfig(files=(str(file),)), with_responses=True)
+    found = [episode for group in groups_of(table).values() for episode in group.episodes]
+    sampler = Conversations(None, SimpleNamespace(template=SimpleNamespace(tokenizer=tokenizer)), None, join="step",
+                            max_turn_len=None, world=SINGLE)  # fmt: skip
+    for rollout, episode in zip(rollouts, found, strict=True):
+        told = sampler._for_reward(rollout).sample.extra_info
+        assert {**rollout.sample.extra_info, **episode.extra_info} == told
+        assert episode.metrics == {name: it for name, it in rollout.metrics.items() if name != "prompt_tokens"}
+    assert [it.extra_info["reply"] for it in found] == ["the-end", "a", "", "the-end"]
+    assert found[0].extra_info["tool_rewards"] == [0.3, 0.0] and found[0].extra_info["tool_calls"] == 1
+
+
+def test_what_reset_said_comes_first_and_counts_for_the_prompts_length(model, tmp_path):
+    several, (told,) = several_turns(model), several_turns(model)["observed"]
+    begun = {"role": "user", "content": "begin"}
+    rollouts, file = save_episodes(model, tmp_path / "without", [(several,)])
+    sample = replace(rollouts[0].sample, prompt_ids=[*rollouts[0].sample.prompt_ids, 1, 1, 1])
+    several |= {"observed": [(0, begun), told], "sample": sample}
+    _, with_reset = save_episodes(model, tmp_path / "with", [(several,)])
+    [before], [after] = (pq.read_table(it).to_pylist() for it in (file, with_reset))
+    assert after["prompt_length"] == before["prompt_length"] + 3 == len(sample.prompt_ids)
+    assert json.loads(after["turns"][0]) == [begun, *json.loads(before["turns"][0])]
+    assert [it["role"] for it in json.loads(after["turns"][0])] == ["user", "assistant", "tool", "assistant"]
 
 
 def test_a_prompt_that_is_drawn_twice_and_files_of_other_columns_are_read_again(model, tmp_path, capfd):

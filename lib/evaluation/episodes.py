@@ -16,7 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lib.data.faults import short
 from lib.data.tokenizer import conversation_of
+from lib.errors import UserError
+from lib.rollouts.episode_turns import metrics_of
 from lib.secret_values import blank
 from lib.types import Rollout, Score
 
@@ -26,8 +29,8 @@ if TYPE_CHECKING:
 EPISODE_COLUMNS = (
     "turns", "num_turns", "tool_calls", "turn_rewards", "tool_rewards", "turn_scores", "turn_metrics",
 )  # fmt: skip
-OF_THE_CACHE = ("prompt_tokens", "cached_tokens")
-"""Measured numbers that say how this launch sampled, not what."""
+GIVEN = ("turn_rewards", "tool_rewards", "turn_scores")
+"""Those of what was given for turns and calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,7 @@ def episode_of(rollout: Rollout, tokenizer: Any) -> Episode:
         turn_rewards=[reward for _, reward in rollout.turn_rewards],
         tool_rewards=rollout.given("tool_rewards"),
         turn_scores=rollout.given("turn_scores"),
-        metrics={name: value for name, value in rollout.metrics.items() if name not in OF_THE_CACHE},
+        metrics=metrics_of(rollout),
         score=rollout.score,
     )
 
@@ -92,7 +95,7 @@ def columns_of(episodes: Sequence[Sequence[Episode]]) -> dict[str, "pa.Array"]:
     message = pa.struct({"role": text, "content": text, "name": text})
     kinds = {
         "turns": pa.list_(message), "num_turns": pa.int32(), "tool_calls": pa.int32(),
-        **dict.fromkeys(("turn_rewards", "tool_rewards", "turn_scores"), pa.list_(pa.float64())), "turn_metrics": text,
+        **dict.fromkeys(GIVEN, pa.list_(pa.float64())), "turn_metrics": text,
     }  # fmt: skip
     values = {name: [[_cell(it, name) for it in of_prompt] for of_prompt in episodes] for name in EPISODE_COLUMNS}
     return {name: pa.array(values[name], pa.list_(kind)) for name, kind in kinds.items()}
@@ -104,24 +107,53 @@ def _cell(episode: Episode, name: str) -> Any:
     return json.dumps(episode.metrics) if name == "turn_metrics" else getattr(episode, name)
 
 
-def read_columns_of(table: "pa.Table") -> list[list[Episode]] | None:
-    """The episodes that `columns_of` wrote; None where the table has no such columns."""
-    if not set(EPISODE_COLUMNS) <= {*table.column_names}:
+def read_columns_of(table: "pa.Table", where: str) -> list[list[Episode]] | None:
+    """The episodes of an evaluation's output, or of a run's rollouts; None where the responses have no turns. Raises
+    UserError for turns that cannot be read: without them a reward function would be told less than in training."""
+    names = ("responses", "turns", *GIVEN, "turn_metrics")
+    rows = table.select([name for name in names if name in table.column_names]).to_pylist()
+    if not any(_has_turns(row.get("turns"), row["responses"]) for row in rows):
         return None
+    return [_read_row(row, f"{where} row {place}") for place, row in enumerate(rows)]
+
+
+def _has_turns(turns: Any, responses: list[str]) -> bool:
+    """Whether they are the responses'; otherwise the column is the data's own."""
+    return isinstance(turns, list) and len(turns) == len(responses)
+
+
+def _read_row(row: Mapping[str, Any], where: str) -> list[Episode]:
     try:
-        names = ("responses", "turns", "turn_rewards", "tool_rewards", "turn_scores", "turn_metrics")
-        columns = (table.column(name).to_pylist() for name in names)
-        rows = [[_read(*of_one) for of_one in zip(*row, strict=True)] for row in zip(*columns, strict=True)]
-        return rows if all(it.extra_info for row in rows for it in row) else None
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        return None  # another program's columns of these names
+        entries = [dict(zip(row, of_one, strict=True)) for of_one in zip(*row.values(), strict=True)]
+        episodes = [(_read if isinstance(it["turns"], list) else _read_saved)(it) for it in entries]
+        if all(it.extra_info for it in episodes):
+            return episodes
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        pass
+    raise UserError(
+        f"the turns of responses cannot be read; {where} column 'turns'; found {short(row['turns'])}, expected them as "
+        "this version's eval.py or rollouts/step_N.parquet has them, with the columns beside them; score files of both "
+        "kinds one by one, or drop the column to score each response as one turn"
+    )
 
 
-def _read(
-    _: str, turns: list[dict[str, Any]], turn_rewards: list[float], tool_rewards: list[float],
-    turn_scores: list[float], metrics: str,
-) -> Episode:  # fmt: skip
+def _read(entry: Mapping[str, Any]) -> Episode:
+    """Of what `columns_of` wrote."""
+    given = {name: entry[name] for name in GIVEN}
+    return Episode(turns=entry["turns"], **given, metrics=json.loads(entry["turn_metrics"]))
+
+
+def _read_saved(entry: Mapping[str, Any]) -> Episode:
+    """Of what lib/rollouts/saved_rollouts.py wrote."""
+    saved = [] if entry["turns"] is None else json.loads(entry["turns"])
+    said = [
+        {"role": it["role"], "content": it["text" if it["role"] == "assistant" else "content"], "name": it.get("name")}
+        for it in saved
+    ]
     return Episode(
-        turns=turns, turn_rewards=turn_rewards, tool_rewards=tool_rewards, turn_scores=turn_scores,
-        metrics=json.loads(metrics),
-    )  # fmt: skip
+        turns=said or [{"role": "assistant", "content": entry["responses"]}],
+        turn_rewards=[it["reward"] for it in saved if "reward" in it],
+        tool_rewards=[value for it in saved for value in it.get("tool_rewards", ())],
+        turn_scores=[value for it in saved for value in it.get("turn_scores", ())],
+        metrics=json.loads(entry["turn_metrics"]),
+    )

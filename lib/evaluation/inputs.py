@@ -170,15 +170,16 @@ def _check_responses(table: "pa.Table", files: str) -> None:
             )
 
 
-def groups_of(table: "pa.Table") -> dict[int, EvalGroup]:
-    """The groups in a table that has responses, by uid = row. What else it says of them stays known if it fits them."""
+def groups_of(table: "pa.Table", where: str = "--data.files") -> dict[int, EvalGroup]:
+    """The groups in a table that has responses, by uid = row. What else it says of them stays known if it fits them.
+    Raises UserError for turns that cannot be read."""
     columns = {name: table.column(name).to_pylist() for name in table.column_names if name in COLUMNS}
     fits = {
         "finish_reasons": lambda value: isinstance(value, str),
         "response_lengths": lambda value: type(value) is int and 0 <= value < 2**31,  # no bool; `write_output`'s int32
     }
     groups = []
-    episodes = read_columns_of(table) or [None] * len(table)
+    episodes = read_columns_of(table, where) or [None] * len(table)
     for uid, responses in enumerate(columns["responses"]):
         known = {}
         for name, fit in fits.items():

@@ -2,11 +2,14 @@
 
 RUN/rollouts/step_N.parquet, a row a prompt, by uid:
 prompt, data_source, ability, reward_model, extra_info           as in the training files
-uid, step, prompt_length                                         numbers
+uid, step                                                        numbers
+prompt_length   a number: tokens, with what an environment's reset said behind it; the longest of the row's episodes
 responses, scores, finish_reasons, response_lengths              lists with an entry a response, as eval.py's
 advantages      the same: the mean over the response's tokens that train; null: none does
 extras, errors  the same: what the reward function returned beside the score, as JSON; why there is no score
-turns           of episodes: the same, as JSON what lib/rollouts/episode_turns.py says
+turns           of episodes: the same, as JSON what lib/rollouts/episode_turns.py says, of `whole_turns_of`; null: none,
+                since the environment failed before
+turn_metrics    of episodes: the same, as JSON what was counted and measured
 
 Four of these responses are kept token by token too, for report.html (lib/rollouts/shown_samples.py).
 """
@@ -19,7 +22,7 @@ from lib.data.faults import short
 from lib.data.parquet import to_parquet
 from lib.data.prompts import Prompts
 from lib.data.tokenizer import text_of
-from lib.rollouts.episode_turns import turns_of
+from lib.rollouts.episode_turns import metrics_of, whole_turns_of
 from lib.rollouts.shown_samples import training_rows
 from lib.rollouts.validation import rows_to_show
 from lib.secret_values import blank
@@ -66,9 +69,11 @@ def _describe(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
     """A response's prompt, and its entry in each of the lists but the advantages', which another rank may have."""
     score = rollout.score
     texts = {"responses": text_of(tokenizer, rollout), "extras": to_json(score.extras), "errors": score.error}
-    texts = blank(texts | {"turns": to_json(turns_of(rollout, tokenizer)) if rollout.spans else None})
+    turns = to_json(whole_turns_of(rollout, tokenizer)) if rollout.spans else None
+    texts = blank(texts | {"turns": turns, "turn_metrics": to_json(metrics_of(rollout))})
     return {
         "place": rollout.sample.place,
+        "prompt_length": len(rollout.sample.prompt_ids),
         "scores": score.score,
         "finish_reasons": rollout.finish_reason,
         "response_lengths": len(rollout.response_ids),
@@ -97,10 +102,10 @@ def _to_parquet(step: int, groups: Mapping[int, list[dict[str, Any]]], prompts: 
     ours = {
         "uid": pa.array(groups, pa.int64()),
         "step": pa.array([step] * len(groups), pa.int64()),
-        "prompt_length": pa.array([len(prompts.token_ids[place]) for place in places], pa.int32()),
+        "prompt_length": pa.array([max(it["prompt_length"] for it in group) for group in groups.values()], pa.int32()),
     }
     has_turns = any(entry["turns"] is not None for group in groups.values() for entry in group)
-    of_episodes = {"turns": "string"} if has_turns else {}
+    of_episodes = dict.fromkeys(("turns", "turn_metrics"), "string") if has_turns else {}
     for name, kind in (ENTRIES | of_episodes).items():
         values = [[entry[name] for entry in group] for group in groups.values()]
         ours[name] = pa.array(values, pa.list_(pa.type_for_alias(kind)))
