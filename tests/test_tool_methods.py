@@ -1,6 +1,9 @@
 """Methods of an environment that are its tools: what they see, how a row chooses among them, and a derived class."""
 
+from lib.turns.kinds import Kinds
+from tests.ranks import ROOT
 from tests.test_hub import ask, call, hub, reply
+from tests.test_kinds import read
 from tests.test_tools import given, reset, texts
 
 SHELF = '''
@@ -85,3 +88,18 @@ def test_a_row_chooses_among_methods_and_gives_them_arguments(tmp_path):
         reset(it, "a", "Shelf", boxes={"x": "a nail"}, tool_selection=["take"], **given(take={"box": "x"}))
         found = ask(it, "step", "a", reply(calls=[call("take"), call("count")]))
         assert texts(found) == ["a nail", "error: there is no tool 'count'; there are take"]
+
+
+def test_the_shelf_of_the_docs_has_only_its_rows_boxes_when_the_rows_are_of_a_parquet_file(tmp_path):
+    page = (ROOT / "docs" / "conversations.md").read_text()
+    (tmp_path / "shelf.py").write_text(page[page.index("# shelf.py") :].partition("```")[0])
+    boxes = [{"x": "a nail"}, {"y": "a key"}]
+    row = {"prompt": "Take it.", "data_source": "test", "reward_model": {"ground_truth": ""}}
+    rows = read(tmp_path, "parquet", [row | {"extra_info": {"boxes": it}} for it in boxes])
+    with hub(str(tmp_path / "shelf.py"), "Shelf") as it:
+        it.wait_until_started()
+        seen = Kinds(it.about).row(rows.sample(0, uid=0))
+        assert seen["extra_info"]["boxes"] == {"x": "a nail", "y": None}
+        assert ask(it, "reset", "a", {"kind": "Shelf", "row": seen, "seed": 1}).error is None
+        assert texts(ask(it, "step", "a", reply(calls=[call("take", box="y")]))) == ["it is empty"]
+        assert texts(ask(it, "step", "a", reply(calls=[call("take", box="x")]))) == ["a nail"]

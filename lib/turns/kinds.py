@@ -95,7 +95,7 @@ class Kinds:
         return found
 
     def row(self, sample: Sample) -> dict[str, Any]:
-        """The fields of lib.turns.environment.Row, without what other rows alone have."""
+        """The fields of lib.turns.environment.Row; what a row says of its tools without what other rows alone have."""
         return {
             "data_source": sample.data_source, "ground_truth": sample.ground_truth,
             "extra_info": without_nulls(sample.extra_info), "messages": sample.messages,
