@@ -39,7 +39,8 @@ class TurnsConfig:
     max_calls: int = 4
     """Most tool calls of one turn; the model is told that further ones were not made."""
     max_observation_len: int = 512
-    """Most tokens of what is observed after one turn; longer texts lose their middle."""
+    """Most tokens of text that is observed after one turn, without what the chat template writes around it; longer
+    texts lose their middle."""
     join: Join | None = None
     """When an answered episode goes on: within 16 steps of the engine, fewer where many episodes wait (arrival), in the
     step in which its turn ended, for which all wait (step), or when no other episode runs (round); only the last two
