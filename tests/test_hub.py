@@ -270,6 +270,16 @@ def test_tools_answer_at_once_and_what_goes_wrong_is_told_and_counted(path):
         assert ask(it, "step", "a", reply("42")).value["done"]
 
 
+def test_a_call_that_cannot_be_sent_costs_its_episode_alone(path):
+    with hub(path, "add") as it:
+        for key in ("bad", "good"):
+            reset(it, key, "tools")
+        found = ask(it, "step", "bad", reply(calls=[call("add", a=lambda: 1, b=2)]))
+        assert "the call cannot be sent: " in found.error and "lambda" in found.error
+        answered = ask(it, "step", "good", reply(calls=[call("add", a=1, b=2)]))
+        assert answered.value["messages"][0]["content"] == "3" and it.num_replaced == 0
+
+
 def test_a_tool_that_hangs_is_told_to_the_model_and_its_worker_replaced(path):
     with hub(path, "add", "hangs") as it:
         for key in ("a", "b"):

@@ -54,7 +54,7 @@ def test_a_call_inside_thinking_is_none(format):
         ("hermes", "<tool_call>[1]</tool_call>", "no JSON object with a name"),
         ("hermes", '<tool_call>{"name": 1}</tool_call>', "no JSON object with a name"),
         ("hermes", '<tool_call>{"name": "calc", "arguments": [1]}</tool_call>', "arguments is no JSON object"),
-        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "not JSON"),
+        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "nested too deeply"),
         ("hermes", '<tool_call>{"name": "rm"}</tool_call>', "there is no tool 'rm'; there are calc, search"),
         ("qwen3-coder", "<tool_call>calc(1)</tool_call>", "the call is not <function=NAME>"),
         ("qwen3-coder", "<tool_call><function=calc>x=1</function></tool_call>", "a parameter is not"),
@@ -73,6 +73,32 @@ def test_a_call_inside_thinking_is_none(format):
 def test_what_cannot_be_read_is_a_call_with_an_error(format, text, error):
     _, [call] = read_calls(text, format, SCHEMAS)
     assert error in call.error
+
+
+NESTED = {
+    "hermes": '<tool_call>{"name": "calc", "arguments": {"n": %s}}</tool_call>',
+    "qwen3-coder": "<tool_call><function=calc><parameter=n>%s</parameter></function></tool_call>",
+    "llama": '{"name": "calc", "parameters": {"n": %s}}',
+    "pythonic": "[calc(n=%s)]",
+}
+
+
+@pytest.mark.parametrize("levels", [32, 100, 700, 2000])
+@pytest.mark.parametrize("format", [*FORMATS, "an object as text"])
+def test_a_call_that_is_nested_too_deeply_is_told(format, levels):
+    """All that is done with it afterwards, such as sending it to a worker, would raise RecursionError."""
+
+    def read(levels):
+        value = "[" * levels + "]" * levels
+        if format == "an object as text":
+            arguments = json.dumps(f'{{"n": {value}}}')
+            return read_calls(f'<tool_call>{{"name": "calc", "arguments": {arguments}}}</tool_call>', "hermes", SCHEMAS)
+        return read_calls(NESTED[format] % value, format, SCHEMAS)
+
+    _, [call] = read(levels)
+    parser_gave_up = format == "pythonic" and levels > 100  # Python's own, with words of its own
+    assert call.arguments == {} and ("nested" if parser_gave_up else "nested too deeply") in call.error
+    assert read(31)[1][0].error is None
 
 
 def test_values_of_tags_have_the_types_of_the_schema():

@@ -234,8 +234,13 @@ class Hub(WorkerPool[_TurnsWorker]):
         has_room = not kind.in_threads or len(worker.calls) < self._cfg.concurrency
         if (has_room and worker.reserved_for is None) or (worker.reserved_for == key and not worker.calls):
             self._held.pop(key, None)
+            try:
+                request = frame(pickle.dumps((call.job, call.verb, key, call.payload)))
+            except Exception as error:  # each type has its own; what is in the payload is its episode's alone
+                self._fail(key, episode, f"the call cannot be sent: {type(error).__name__}: {str(error)[:200]}")
+                return
             worker.calls[call.job] = (key, time.monotonic() + self._cfg.timeout_s + GRACE_S)
-            self._post(worker, frame(pickle.dumps((call.job, call.verb, key, call.payload))))
+            self._post(worker, request)
         else:
             self._held[key] = None
 

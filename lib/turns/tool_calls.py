@@ -23,6 +23,8 @@ Found = tuple[str, list[Call]]
 """A turn's text without its calls, and these."""
 Schemas = Mapping[str, Mapping[str, Any]]
 """{tool: the JSON schema of its parameters}."""
+MAX_DEPTH = 32  # of arguments; what reads and writes them from here on takes a level of Python's stack for each
+TOO_DEEP = "the call is nested too deeply"
 
 
 def _hermes(text: str, schemas: Schemas) -> Found:
@@ -33,7 +35,9 @@ def _hermes(text: str, schemas: Schemas) -> Found:
 def _from_json(body: str, key: str) -> Call:
     try:
         value = json.loads(body)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        return Call(name="", arguments={}, error=TOO_DEEP)
+    except ValueError as error:
         return Call(name="", arguments={}, error=f"the call is not JSON: {str(error)[:200]}")
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return Call(name="", arguments={}, error="the call is no JSON object with a name")
@@ -41,7 +45,9 @@ def _from_json(body: str, key: str) -> Call:
     if isinstance(arguments, str):  # some models write the object as a string
         try:
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+        except RecursionError:
+            return Call(name=value["name"], arguments={}, error=TOO_DEEP)
+        except ValueError:
             arguments = None
     if not isinstance(arguments, dict):
         return Call(name=value["name"], arguments={}, error=f"{key} is no JSON object")
@@ -61,16 +67,20 @@ def _from_tags(body: str, schemas: Schemas) -> Call:
     if re.sub(r"(?s)<parameter=[^>\n]+>.*?</parameter>", "", inside).strip():
         return Call(name=name, arguments={}, error="a parameter is not <parameter=NAME> ... </parameter>")
     kinds = schemas.get(name, {}).get("properties", {})
-    return Call(name=name, arguments={key: _typed(value, kinds.get(key, {})) for key, value in pairs})
+    try:
+        return Call(name=name, arguments={key: _typed(value, kinds.get(key, {})) for key, value in pairs})
+    except RecursionError:
+        return Call(name=name, arguments={}, error=TOO_DEEP)
 
 
 def _typed(value: str, schema: Mapping[str, Any]) -> Any:
-    """The value of a parameter that is written as text: as it is where the schema wants text, else read as JSON."""
+    """The value of a parameter that is written as text: as it is where the schema wants text, else read as JSON. Raises
+    RecursionError."""
     if schema.get("type", "string") == "string":
         return value
     try:
         return json.loads(value)
-    except (ValueError, RecursionError):
+    except ValueError:
         return {"True": True, "False": False, "None": None}.get(value, value)
 
 
@@ -132,12 +142,22 @@ def read_calls(text: str, format: str, schemas: Schemas) -> Found:
 
 
 def _checked(call: Call, schemas: Schemas) -> Call:
+    if call.error is None and _is_deeper(call.arguments, MAX_DEPTH):
+        return Call(name=call.name, arguments={}, error=TOO_DEEP)
     if call.error is not None or call.name in schemas:
         return call
     return Call(
         name=call.name, arguments=call.arguments,
         error=f"there is no tool {call.name[:100]!r}; there are {', '.join(schemas) or 'none'}",
     )  # fmt: skip
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether JSON has more objects and lists in each other than `levels`."""
+    if not isinstance(value, dict | list):
+        return False
+    inside = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(it, levels - 1) for it in inside)
 
 
 def find_format(template: ChatTemplate) -> str:
