@@ -8,8 +8,10 @@ import pytest
 
 from lib.errors import UserError
 from lib.turns import Observation
-from lib.turns.worker import read_observation
+from lib.turns.config import TurnsConfig
+from lib.turns.worker import MAX_MESSAGES, read_observation
 from lib.workers import process
+from tests.test_dialogue import CALL, Table, text_of
 from tests.test_hub import ROW, ask, call, hub, reply, reset, results
 
 FILE = '''
@@ -238,6 +240,26 @@ def test_a_name_that_utf8_cannot_hold_is_escaped():
     assert found["messages"] == [{"role": "tool", "name": "a\\ud800", "content": "b\\ud800"}]
 
 
+def test_of_hundreds_of_calls_in_a_turn_those_that_are_not_made_are_told_at_once(path):
+    with Table(path, "slow", max_calls=2) as table:
+        rollout = table.begin()
+        table.answer()
+        rollout, answer = table.play(rollout, CALL % ("slow", "{}") * 250)
+        assert answer.score is None and answer.finish_reason is None
+        told = [f"<tool_response>\n{it}\n</tool_response>" for it in ("done", "done", f"error: {ONLY_2}")]
+        assert "\n".join(told) in text_of(answer) and text_of(answer).count("<tool_response>") == 3
+        assert answer.metrics["calls"] == 250 and answer.metrics["bad_calls"] == 248
+        made = {"name": "slow", "arguments": {}}
+        assert answer.told["calls"] == [made, made, {**made, "error": ONLY_2}]
+
+
+def test_more_calls_of_a_turn_than_a_step_may_answer_are_refused_at_the_start():
+    TurnsConfig(path="x.py", max_calls=MAX_MESSAGES - 1)  # and a message about those that are not made
+    with pytest.raises(UserError, match=r"--turns.max-calls.*from 1 to 99"):
+        TurnsConfig(path="x.py", max_calls=MAX_MESSAGES)
+
+
+ONLY_2 = "only 2 calls of a turn are made, 248 more were not"
 TWICE = '''
 
 def other() -> str:

@@ -37,7 +37,7 @@ class TurnsConfig:
     """Most tokens of one turn; None: as many as --rollout.max-response-len leaves, which holds all turns and what is
     observed between them."""
     max_calls: int = 4
-    """Most tool calls of one turn; the model is told that further ones were not made."""
+    """Most tool calls of one turn, below 100; the model is told how many more were not made."""
     max_observation_len: int = 512
     """Most tokens of text that is observed after one turn, without what the chat template writes around it; longer
     texts lose their middle."""
@@ -57,10 +57,8 @@ class TurnsConfig:
             concurrency=(1 <= self.concurrency <= 1024, "from 1 to 1024"),
             timeout_s=(0 < self.timeout_s <= 86400, "above 0 and at most 86400 (a day)"),
             max_turn_len=(self.max_turn_len is None or self.max_turn_len >= 1, "at least 1"),
-            **{
-                name: (getattr(self, name) >= 1, "at least 1")
-                for name in ("max_turns", "max_calls", "max_observation_len")
-            },
+            max_calls=(1 <= self.max_calls < 100, "from 1 to 99"),  # a step returns at most 100 messages
+            **{name: (getattr(self, name) >= 1, "at least 1") for name in ("max_turns", "max_observation_len")},
         )
         if self.path is None and self.name:
             raise UserError(

@@ -117,8 +117,9 @@ class Dialogue:
             return
         turns = rollout.sampled_turns
         reply = self._reply(episode, turns[-1], len(turns) - 1)
-        episode.metrics["calls"] = float(len(reply["calls"]))
-        episode.calls = [{name: it for name, it in call.items() if it is not None} for call in reply["calls"]]
+        episode.metrics["calls"] = float(sum(call["count"] for call in reply["calls"]))
+        shown = ("name", "arguments", "error")
+        episode.calls = [{name: call[name] for name in shown if call[name] is not None} for call in reply["calls"]]
         self._call(episode, "step", reply)
 
     def end(self, rollout: Rollout) -> None:
@@ -151,9 +152,10 @@ class Dialogue:
             text, calls = read_calls(self._thinking + text, self.format, schemas_by_name(episode.tools))
             text = text.removeprefix(self._thinking)
         most = self.cfg.max_calls
-        told = [{**vars(call)} for call in calls]
-        for call in told[most:]:
-            call["error"] = f"only {most} calls of a turn are made"
+        told = [{**vars(call)} for call in calls[:most]]
+        if more := calls[most:]:  # told at once: a turn may have hundreds
+            error = f"only {most} calls of a turn are made, {len(more)} more were not"
+            told.append({**vars(more[0]), "error": error, "count": len(more)})
         return {"text": self.template.without_control(text), "calls": told, "turn": turn, "finish_reason": "stop"}
 
     # ---- What is answered ----

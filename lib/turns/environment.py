@@ -42,6 +42,8 @@ class Call:
     arguments: Mapping[str, Any]
     error: str | None = None
     """Why it is none: text that is not JSON, an unknown tool; the model is told so."""
+    count: int = 1
+    """How many it stands for: those beyond --turns.max-calls are one, with an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,7 @@ class Environment:
             except TypeError as problem:
                 error = f"{call.name}: {problem}"
         if error is not None:
-            calls.bad += 1
+            calls.bad += call.count
             return f"error: {error}"
         try:
             return as_text(await known[call.name].answer(call.arguments, calls))
