@@ -1,6 +1,7 @@
 """Environments in worker processes: answers, tools, time limits, and what becomes of episodes whose worker is lost."""
 
 import os
+import re
 import selectors
 import socket
 import time
@@ -301,14 +302,53 @@ def test_a_tool_that_hangs_is_told_to_the_model_and_its_worker_replaced(path):
             time.sleep(0.01)
 
 
+ASYNC = """
+import asyncio
+from lib.turns import Environment, Observation
+
+
+class Asks(Environment):
+    def __init__(self, word="none"):
+        self.word = word
+
+    async def setup(self):
+        await asyncio.sleep(0.01)
+        Asks.loop, Asks.shared = asyncio.get_running_loop(), asyncio.create_task(self.answer())
+
+    async def answer(self):
+        await asyncio.sleep(0.01)
+        return self.word
+
+    async def step(self, reply):
+        return Observation(messages=f"{await self.shared} {self.loop is asyncio.get_running_loop()}")
+"""
+
+
+def test_an_asynchronous_setup_runs_in_the_loop_of_the_episodes(tmp_path):
+    (tmp_path / "asks.py").write_text(ASYNC)
+    with hub(str(tmp_path / "asks.py"), "Asks", kwargs={"word": "yes"}) as it:
+        assert reset(it, "a", "Asks").error is None
+        assert ask(it, "step", "a", reply()).value["messages"][0]["content"] == "yes True"
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_setup_that_fails_is_told(tmp_path, kind):
+    text = f"from lib.turns import Environment\nclass E(Environment):\n    {kind} setup(self):\n        1 / 0\n"
+    (tmp_path / "bad.py").write_text(text)
+    expected = (
+        f"E.setup() fails; --turns.path {tmp_path}/bad.py; found ZeroDivisionError: division by zero [bad.py:4 in "
+        "setup: 1 / 0], expected it to return; mend the file"
+    )
+    with hub(str(tmp_path / "bad.py"), "E") as it, pytest.raises(UserError, match=re.escape(expected)):
+        it.wait_until_started()
+
+
 def test_a_file_that_cannot_be_used_is_told(tmp_path):
     for text, names, expected in (
         ("x = (", ("Guess",), "the turns' file does not import"),
         (FILE, ("Missing",), "no such environment or tool; .*found Guess, Instant, Once, Waits, add"),
         (FILE, (), "no such environment or tool"),
         ("def bare(x):\n    return x\n", ("bare",), "a tool does not say what it takes; bare"),
-        ("from lib.turns import Environment\nclass E(Environment):\n    def setup(self):\n        1 / 0\n", ("E",),
-         r"setup\(\) fails; .*ZeroDivisionError"),
         ("import os\nos._exit(1)\n", ("E",), "ended before it was ready"),
     ):  # fmt: skip
         (tmp_path / "bad.py").write_text(text)

@@ -54,19 +54,20 @@ def main(fd: int, parent: int) -> None:
     spec = pickle.loads(read_frame(requests))
     remember(spec["kwargs"])
     print_to(spec["log_path"])
-    try:
-        kinds = load_kinds(spec)
-        about = {name: describe(kind) for name, kind in kinds.items()} if spec["describe"] else {}
-        for kind in kinds.values():
-            kind(**spec["kwargs"]).setup()
-    except StartError as error:
-        write_frame(replies, {"start_error": str(error)})
-        return
-    except BaseException as error:
-        write_frame(replies, {"start_error": _start_message(spec, "setup() fails", error)})
-        return
-    write_frame(replies, {"warnings": [], "about": about})
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(_Selector())) as runner:
+        try:
+            kinds = load_kinds(spec)
+            about = {name: describe(kind) for name, kind in kinds.items()} if spec["describe"] else {}
+            for kind in kinds.values():
+                _set_up(kind, spec, runner)
+        except StartError as error:
+            write_frame(replies, {"start_error": str(error)})
+            return
+        except BaseException as error:
+            message = f"the turns' file cannot be used; --turns.path {spec['path']}; {error_in_words(error)}; mend it"
+            write_frame(replies, {"start_error": message})
+            return
+        write_frame(replies, {"warnings": [], "about": about})
         runner.run(_Server(kinds, spec, requests, replies).serve())
 
 
@@ -210,8 +211,26 @@ def _schema(tool: Any) -> dict[str, Any]:
         ) from error
 
 
-def _start_message(spec: dict[str, Any], what: str, error: BaseException) -> str:
-    return f"{what}; --turns.path {spec['path']}; found {error_in_words(error)}, expected it to return; mend the file"
+def _set_up(kind: type[Environment], spec: dict[str, Any], runner: asyncio.Runner) -> None:
+    """Calls `setup` of an instance; what is asynchronous in it runs in the loop of all episodes, to which what it makes
+    there belongs. Raises StartError."""
+    kwargs, path = spec["kwargs"], spec["path"]
+    try:
+        env = kind(**kwargs)
+    except BaseException as error:
+        raise StartError(
+            f"an environment cannot be made; {kind.__name__} of --turns.path {path}; found {error_in_words(error)}, "
+            f"expected a constructor that takes {', '.join(kwargs) or 'no arguments'}; mend it, or name what it takes "
+            "with --turns.kwargs"
+        ) from error
+    try:
+        if inspect.isawaitable(done := env.setup()):
+            runner.run(_awaited(done))
+    except BaseException as error:
+        raise StartError(
+            f"{kind.__name__}.setup() fails; --turns.path {path}; found {error_in_words(error)}, expected it to "
+            "return; mend the file"
+        ) from error
 
 
 # ---- Serving ----
