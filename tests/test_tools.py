@@ -274,6 +274,67 @@ def test_tools_run_outside_of_workers_too():
     assert asyncio.run(Own().call(Call(name="double", arguments={"x": 4}))) == "8"
 
 
+CACHED = '''
+import functools
+from lib.turns import Environment, Observation
+
+
+@functools.lru_cache
+def double(x: int) -> int:
+    """Doubles.
+
+    Args:
+        x: a number
+    """
+    return 2 * x
+
+
+five = functools.partial(double, 5)
+join = str.join  # has no module
+
+
+class tools(Environment):
+    pass
+
+
+class Bare(Environment):
+    tools = (double)
+
+
+class Nothing(Environment):
+    tools = None
+
+
+class Wants(Environment):
+    def __init__(self, word):
+        self.word = word
+'''
+
+
+def test_a_function_whose_results_are_kept_is_a_tool(tmp_path):
+    (tmp_path / "cached.py").write_text(CACHED)
+    with hub(str(tmp_path / "cached.py"), "double") as it:
+        reset(it, "a")
+        assert texts(ask(it, "step", "a", reply(calls=[call("double", x=2)] * 2))) == ["4", "4"]
+
+
+@pytest.mark.parametrize(
+    ("names", "kwargs", "expected"),
+    [
+        (["five"], {}, "no such environment or tool; .*found double, tools, .*, five, a partial, expected five"),
+        (["tools", "double"], {}, "two environments of one name; .*found a class and, beside it, double, .*expected"),
+        (["Bare"], {}, r"tools of another shape; Bare.tools of .*; found _lru_cache_wrapper, expected a tuple; write"),
+        (["Nothing"], {}, "tools of another shape; Nothing.tools of .*; found NoneType, expected a tuple; write"),
+        (["Wants"], {}, "an environment cannot be made; Wants of .*; found TypeError: .*'word', expected .* no arg"),
+        (["Wants"], {"words": 1}, "an environment cannot be made; Wants of .*'words', expected .* that takes words;"),
+    ],
+)
+def test_what_cannot_start_is_told_as_what_it_is(tmp_path, names, kwargs, expected):
+    (tmp_path / "cached.py").write_text(CACHED)
+    with hub(str(tmp_path / "cached.py"), *names, kwargs=kwargs) as it, pytest.raises(UserError, match=expected):
+        it.wait_until_started()
+
+
 # ---- Classes of verl's shape ----
 
 

@@ -83,7 +83,8 @@ def load_kinds(spec: dict[str, Any]) -> dict[str, type[Environment]]:
     names, kwargs = spec["names"], spec["kwargs"]
     unknown = [name for name in names if name not in known]
     if unknown or not names:
-        own = [name for name, it in known.items() if it.__module__ == MODULE and not name.startswith("_")]
+        own = [name for name, it in known.items() if getattr(it, "__module__", None) == MODULE and name[:1] != "_"]
+        own += [f"{name}, a {type(vars(module)[name]).__name__}" for name in unknown if name in vars(module)]
         found = ", ".join(own) or "no class of Environment, no function and no class of tools"
         raise StartError(
             f"the turns' file has no such environment or tool; --turns.path {spec['path']}; found {found}, expected "
@@ -92,8 +93,19 @@ def load_kinds(spec: dict[str, Any]) -> dict[str, type[Environment]]:
     chosen = {name: known[name] for name in names if _is_environment(known[name])}
     has_own = bool(chosen)
     if tools := tuple(known[name] for name in names if _is_tool(known[name])):
+        if "tools" in chosen:
+            raise StartError(
+                f"two environments of one name; tools of --turns.path {spec['path']}; found a class and, beside it, "
+                f"{', '.join(name for name in names if _is_tool(known[name]))}, whose environment has that name, "
+                "expected each name once; give the class another one"
+            )
         chosen["tools"] = type("tools", (_Tools,), {"tools": tools})
-    for kind in chosen.values():
+    for name, kind in chosen.items():
+        if not isinstance(kind.tools, list | tuple):
+            raise StartError(
+                f"tools of another shape; {name}.tools of --turns.path {spec['path']}; found "
+                f"{type(kind.tools).__name__}, expected a tuple; write tools = (f,), for none tools = ()"
+            )
         kind.tools = [_made(tool, kwargs, spec["path"]) if inspect.isclass(tool) else tool for tool in kind.tools]
     made = {type(tool).__name__ for kind in chosen.values() for tool in kind.tools if is_class_tool(tool)}
     shared = chosen["tools"].tools if tools else ()
@@ -144,7 +156,8 @@ def _is_environment(value: Any) -> bool:
 
 
 def _is_tool(value: Any) -> bool:
-    return inspect.isfunction(value) or (inspect.isclass(value) and is_class_tool(value))
+    """Whether it is a function, also one of functools.cache, or a class of tools."""
+    return inspect.isroutine(value) or (inspect.isclass(value) and is_class_tool(value))
 
 
 _KINDS = (_is_environment, _is_tool, is_interaction)
