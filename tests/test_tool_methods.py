@@ -103,3 +103,58 @@ def test_the_shelf_of_the_docs_has_only_its_rows_boxes_when_the_rows_are_of_a_pa
         assert ask(it, "reset", "a", {"kind": "Shelf", "row": seen, "seed": 1}).error is None
         assert texts(ask(it, "step", "a", reply(calls=[call("take", box="y")]))) == ["it is empty"]
         assert texts(ask(it, "step", "a", reply(calls=[call("take", box="x")]))) == ["a nail"]
+
+
+MIXED = (
+    SHELF
+    + '''
+
+class Lends:
+    @tool
+    def lend(self, box: str) -> str:
+        """Lends a thing.
+
+        Args:
+            box: the name of the box
+        """
+        return f"lent {self.boxes[box]}"
+
+    @tool
+    async def count(self) -> str:
+        """Counts otherwise."""
+        return "never asked"
+
+
+class Names(Environment):
+    @classmethod
+    @tool
+    def name(cls) -> str:
+        """Names the shelf."""
+        return cls.__name__
+
+    @staticmethod
+    @tool
+    def half(x: int) -> int:
+        """Halves.
+
+        Args:
+            x: a number
+        """
+        return x // 2
+
+
+class Library(Larger, Lends, Names):
+    async def step(self, reply):
+        return await Environment.step(self, reply)
+'''
+)
+
+
+def test_methods_of_all_classes_that_an_environment_derives_from_are_tools(tmp_path):
+    (tmp_path / "shelf.py").write_text(MIXED)
+    with hub(str(tmp_path / "shelf.py"), "Library") as it:
+        reset(it, "a", "Library", boxes={"x": "a nail"})
+        names = {tool["function"]["name"] for tool in it.about["Library"].tools}
+        assert names == {"take", "count", "twice", "lend", "name", "half"}
+        calls = [call("lend", box="x"), call("count"), call("name"), call("half", x=5), call("twice", x=5)]
+        assert texts(ask(it, "step", "a", reply(calls=calls))) == ["lent a nail", "1", "Library", "2", "10"]

@@ -76,7 +76,7 @@ class Observation:
 def tool(method: Callable) -> Callable:
     """Marks a method of an `Environment`, with type hints and a docstring, as one of its tools: what it keeps on `self`
     is its episode's alone. Calls of one turn run side by side."""
-    method.is_tool = True
+    getattr(method, "__func__", method).is_tool = True  # of a static or class method, that may stand above or below
     return method
 
 
@@ -97,8 +97,9 @@ class Environment:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        marked = [name for name, it in vars(cls).items() if getattr(it, "is_tool", False)]
-        cls.tool_methods = tuple(dict.fromkeys((*cls.tool_methods, *marked)))
+        methods = [item for base in reversed(cls.__mro__) for item in vars(base).items()]  # of all that it derives from
+        marked = (name for name, it in methods if getattr(getattr(it, "__func__", it), "is_tool", False))
+        cls.tool_methods = tuple(dict.fromkeys(marked))
 
     @classmethod
     def described_tools(cls) -> list[Any]:
