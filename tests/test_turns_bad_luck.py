@@ -87,7 +87,35 @@ async def slow() -> str:
     return "done"
 
 
-RAISING = (exits, interrupted, exhausted, cancelled, unspeakable, async_exits)
+def generates() -> str:
+    """Yields."""
+    yield "a"
+
+
+async def async_generates() -> str:
+    """Yields."""
+    yield "a"
+
+
+def addresses() -> list:
+    """Returns what has no text of its own."""
+    return [object()]
+
+
+def late() -> str:
+    """Raises what a time limit raises."""
+    raise TimeoutError("no index")
+
+
+async def async_late() -> str:
+    """Raises what a time limit raises."""
+    raise TimeoutError("no index")
+
+
+RAISING = (
+    exits, interrupted, exhausted, cancelled, unspeakable, async_exits, generates, async_generates, addresses, late,
+    async_late,
+)
 TOOLS = (*RAISING, forks, async_forks, hangs, async_hangs, slow)
 
 
@@ -110,6 +138,14 @@ class Passes(Environment):
 
     def step(self, reply):
         return super().step(reply)
+
+
+class Late(Environment):
+    def step(self, reply):
+        raise TimeoutError("no index")
+
+    async def score(self):
+        raise TimeoutError("no index")
 
 
 class Keeps(Environment):
@@ -148,6 +184,9 @@ def texts(result):
     return [message["content"] for message in result.value["messages"]]
 
 
+TEXT = ", expected text or what JSON holds"
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "told"),
     [
@@ -157,16 +196,22 @@ def texts(result):
         ("cancelled", {}, "error: cancelled: RuntimeError: CancelledError"),
         ("unspeakable", {}, "error: unspeakable: Unspeakable"),
         ("async_exits", {}, "error: async_exits: RuntimeError: SystemExit: 3"),
+        ("late", {}, "error: late: TimeoutError: no index"),  # not as ours
+        ("async_late", {}, "error: async_late: TimeoutError: no index"),
+        ("generates", {}, f"error: generates: TypeError: returned generator{TEXT}"),
+        ("async_generates", {}, f"error: async_generates: TypeError: returned async_generator{TEXT}"),
+        ("addresses", {}, f"error: addresses: TypeError: returned list{TEXT}"),
     ],
 )
-def test_a_tool_that_raises_what_is_no_exception_is_told_and_nobody_else_notices(path, name, arguments, told):
+def test_what_a_tool_must_not_raise_or_return_is_told_and_nobody_else_notices(path, name, arguments, told):
     with hub(path, "Tools") as it:
         for key in ("bad", "other"):
             reset(it, key, "Tools")
         it.call("step", "other", reply(calls=[call("slow")]))
         it.call("step", "bad", reply(calls=[call(name, **arguments)]))
         found = results(it, 2)
-        assert texts(found["bad", "step"]) == [told] and found["bad", "step"].tool_errors == 1
+        assert texts(found["bad", "step"]) == [told]
+        assert (found["bad", "step"].tool_errors, found["bad", "step"].tool_timeouts) == (1, 0)
         assert texts(found["other", "step"]) == ["done"] and it.num_replaced == 0
 
 
@@ -178,6 +223,13 @@ def test_a_tool_that_hangs_below_a_step_of_its_environments_own_is_told_too(path
         found = ask(it, "step", "a", reply(calls=[call(name), call("slow")]))
         assert texts(found)[0] == f"error: {name} timed out after 1 s" and found.tool_timeouts >= 1
         assert found.value["metrics"] == ({"counted": 1.0} if kind == "Counts" else {})
+
+
+@pytest.mark.parametrize("verb", ["step", "score"])  # in a thread, and asynchronous
+def test_a_time_limit_of_the_environments_own_is_not_told_as_ours(path, verb):
+    with hub(path, "Late") as it:
+        reset(it, "a", "Late")
+        assert ask(it, verb, "a", reply()).error.startswith("TimeoutError: no index [nasty.py:")
 
 
 def test_a_task_that_ends_the_process_costs_the_episode_that_began_it(path):

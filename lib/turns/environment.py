@@ -14,6 +14,7 @@ import asyncio
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -155,7 +156,7 @@ class Environment:
             return f"error: {error}"
         try:
             return as_text(await known[call.name].answer(call.arguments, calls))
-        except TimeoutError:
+        except OverTime:
             calls.timeouts += 1
             return f"error: {call.name} timed out after {calls.timeout_s:g} s"
         except Exception as problem:
@@ -165,6 +166,10 @@ class Environment:
             with suppress(Exception):  # of its own __str__
                 text += f": {str(problem)[:300]}"
             return f"error: {call.name}: {text}"
+
+
+class OverTime(TimeoutError):
+    """The time limit of --turns.timeout-s is over; what the user's code raises itself is a TimeoutError alone."""
 
 
 class Calls:
@@ -182,7 +187,7 @@ class Calls:
         """What a reward function is told of classes of verl's shapes: each number, in order."""
 
     async def run(self, function: Callable, *args: Any) -> Any:
-        """The result of a function, sync or async. Raises what it raises, and TimeoutError."""
+        """The result of a function, sync or async. Raises what it raises, and OverTime."""
         result = function(*args)
         return await result if inspect.isawaitable(result) else result
 
@@ -203,7 +208,8 @@ CALLS: ContextVar[Calls] = ContextVar("calls", default=Calls())  # noqa: B039 (o
 
 
 def as_text(value: Any) -> str:
-    """What a tool returned, for the model: text as it is, anything else as JSON where that can be."""
+    """What a tool returned, for the model: text as it is, anything else as JSON where that can be. Raises TypeError for
+    what says nothing of itself but where it lies in memory, such as a generator: that is otherwise in each run."""
     if isinstance(value, str):
         return value
     if isinstance(value, bytes | bytearray):
@@ -211,4 +217,7 @@ def as_text(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
-        return str(value)
+        text = str(value)
+    if re.search(r" at 0x[0-9a-fA-F]+>", text):
+        raise TypeError(f"returned {type(value).__name__}, expected text or what JSON holds")
+    return text

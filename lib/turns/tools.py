@@ -25,7 +25,7 @@ class Runner(Protocol):
     """How functions are run in time, and where they report."""
 
     async def run(self, function: Callable, *args: Any) -> Any:
-        """What the function returns, sync or async. Raises what it raises, and TimeoutError."""
+        """What the function returns, sync or async. Raises what it raises, and OverTime."""
 
     def measure(self, name: str, value: Any) -> None:
         """Adds to a sum of the turn's, where the value is a finite number."""

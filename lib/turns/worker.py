@@ -24,7 +24,7 @@ from typing import Any
 
 from lib.rewards.worker import read_result
 from lib.secret_values import remember
-from lib.turns.environment import CALLS, Call, Calls, Environment, Observation, Reply, Row, as_text
+from lib.turns.environment import CALLS, Call, Calls, Environment, Observation, OverTime, Reply, Row, as_text
 from lib.turns.interactions import Interaction, interaction_name, is_interaction
 from lib.turns.tools import arguments_of, is_class_tool, make_tool, schema_of
 from lib.workers.child import (
@@ -289,7 +289,7 @@ class _Server:
         value, error = None, None
         try:
             value = await getattr(self, f"_{verb}")(key, payload, calls)
-        except TimeoutError:
+        except OverTime:
             error = f"{verb} timed out after {self.timeout_s:g} s"
         except BaseException as problem:
             if asyncio.current_task().cancelling():  # the loop ends, by a task of another episode's
@@ -359,10 +359,20 @@ class _WorkerCalls(Calls):
             except (TimeoutError, asyncio.CancelledError) as error:  # its own limit, or that of what called it
                 if not future.done():
                     self.server.num_stuck += 1
-                if not future.done() or isinstance(error, asyncio.CancelledError):
+                if isinstance(error, asyncio.CancelledError):
                     raise
+                if not future.done():
+                    raise OverTime from None
                 result = future.result()  # what the function itself raised, a TimeoutError of its own
-        return await asyncio.wait_for(_awaited(result), limit_s) if inspect.isawaitable(result) else result
+        if not inspect.isawaitable(result):
+            return result
+        task = asyncio.ensure_future(_awaited(result))  # of its own: user code that cancels it ends nothing else
+        try:
+            return await asyncio.wait_for(task, limit_s)
+        except TimeoutError:
+            if task.cancelled():  # else it raised that itself
+                raise OverTime from None
+            raise
 
 
 ENDS = (SystemExit, KeyboardInterrupt, StopIteration)
