@@ -3,13 +3,14 @@ once, and no other one notices."""
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lib.errors import UserError
 from lib.turns import Observation
 from lib.turns.config import TurnsConfig
-from lib.turns.worker import MAX_MESSAGES, read_observation
+from lib.turns.worker import MAX_MESSAGES, _WorkerCalls, read_observation
 from lib.workers import process
 from tests.test_dialogue import CALL, Table, text_of
 from tests.test_hub import ROW, ask, call, hub, reply, reset, results
@@ -285,6 +286,22 @@ def test_a_defect_of_the_hub_is_raised_and_not_waited_for(path):
         with pytest.raises(RuntimeError, match="hub") as raised:
             results(it, 1)
         assert isinstance(raised.value.__cause__, KeyError)
+
+
+NAMES = {"a\ud800": 1, "b\n\tc\x1b": 2, "": 3, "d" * 101: 4}
+KEPT = {"a\\ud800": 1, "b c\\x1b": 2, "unnamed": 3, "d" * 97 + "...": 4}
+
+
+def test_names_of_metrics_become_printable_and_short():
+    """A run would end where it writes them."""
+    assert read_observation(Observation(metrics=NAMES))["metrics"] == KEPT
+
+
+def test_names_of_what_tools_measure_become_printable_and_short():
+    calls = _WorkerCalls(SimpleNamespace(timeout_s=1.0))
+    for name, value in [*NAMES.items(), ("b c\x1b", 5)]:
+        calls.measure(name, value)
+    assert calls.measured == {**KEPT, "b c\\x1b": 7}
 
 
 def test_a_name_that_utf8_cannot_hold_is_escaped():

@@ -194,7 +194,7 @@ class Calls:
     def measure(self, name: str, value: Any) -> None:
         """Adds to a sum, where the value is a finite number."""
         if isinstance(value, int | float) and math.isfinite(value):
-            self.measured[name[:100]] = self.measured.get(name[:100], 0.0) + float(value)
+            self.measured[name] = self.measured.get(name, 0.0) + float(value)
 
     def measure_given(self, name: str, value: Any) -> None:
         """A tool_reward or turn_score: measured, and kept for the reward function."""

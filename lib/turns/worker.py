@@ -36,6 +36,7 @@ from lib.workers.child import (
     memory_bytes,
     print_to,
     read_frame,
+    shorten,
     write_frame,
 )
 
@@ -347,6 +348,10 @@ class _WorkerCalls(Calls):
         super().__init__()
         self.server, self.timeout_s = server, server.timeout_s
 
+    def measure(self, name: str, value: Any) -> None:
+        """As the base class, under a name that a run can write."""
+        super().measure(_metric_name(name), value)
+
     async def run(self, function: Callable, *args: Any, instant: bool = False, grace_s: float = 0.0) -> Any:
         limit_s = self.timeout_s + grace_s
         if instant or inspect.iscoroutinefunction(function):
@@ -449,13 +454,18 @@ def read_observation(value: Any) -> dict[str, Any]:
     for name, number in [*value.metrics.items()][:MAX_METRICS]:
         with suppress(TypeError, ValueError):
             if math.isfinite(float(number)):
-                metrics[str(name)[:100]] = float(number)
+                metrics[_metric_name(name)] = float(number)
     return {
         "messages": [_message(it) for it in messages],
         "done": bool(value.done),
         "reward": reward,
         "metrics": metrics,
     }
+
+
+def _metric_name(name: Any) -> str:
+    """As names of what a reward function returns: short, and what a terminal and a file can hold."""
+    return shorten(str(name), 100) or "unnamed"
 
 
 def _message(value: Any) -> dict[str, str]:
