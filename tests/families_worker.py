@@ -117,15 +117,20 @@ def look_at_a_stray_window(folder: Path, tp_size: int, world: World) -> str:
     return "nothing"
 
 
-def look_at_what_is_not_served(kind: str, folder: Path, tp_size: int, world: World) -> str:
-    """What is said of a family for which the engine has neither code of its own nor transformers' to run, or of one
-    with heads of 16 numbers, for which a CPU has no kernel: the first step finds out."""
+STARTED = {"DiffLlama": 64, "Llama": 64, "HyperCLOVAX": 128}
+"""{family: its width, in 4 heads}. For layers of the first the engine has neither code of its own nor transformers' to
+run; for heads of 16 numbers a CPU has no kernel, which the first step finds; for the third it brings a config class."""
+
+
+def look_at_a_start(kind: str, folder: Path, tp_size: int, world: World) -> str:
+    """What is said of one of STARTED."""
     import transformers
 
-    path = folder / f"{kind}_not_served{world.size}"
+    path = folder / f"{kind}_started{world.size}"
     if world.rank == 0:
         shape = dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, max_position_embeddings=64)
-        config = getattr(transformers, f"{kind}Config")(vocab_size=200, hidden_size=64, intermediate_size=96, **shape)
+        shape |= dict(vocab_size=200, hidden_size=STARTED[kind], intermediate_size=96, pad_token_id=1)
+        config = getattr(transformers, f"{kind}Config")(**shape)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     world.gather(None)
     try:
@@ -211,9 +216,7 @@ def main(folder: str, out: str, tp_size: str, *kinds: str) -> None:
     world = init_distributed()
     found = {kind: look(kind, Path(folder), int(tp_size), world) for kind in kinds}
     found["stray window"] = look_at_a_stray_window(Path(folder), int(tp_size), world)
-    found["not served"] = {
-        name: look_at_what_is_not_served(name, Path(folder), int(tp_size), world) for name in ("DiffLlama", "Llama")
-    }
+    found["started"] = {name: look_at_a_start(name, Path(folder), int(tp_size), world) for name in STARTED}
     if world.rank == 0:
         Path(out).write_text(json.dumps(found, indent=1))
     shutdown_distributed()

@@ -74,15 +74,19 @@ def test_a_window_that_only_the_engine_obeys_is_found_without_a_sequence_beyond_
 
 
 def test_a_family_that_the_engine_does_not_serve_is_told_by_its_name(found):
-    line = found[2]["not served"]["DiffLlama"]
+    line = found[2]["started"]["DiffLlama"]
     assert line.startswith("the engine does not start with this model; DiffLlamaForCausalLM in ")
     assert "found ValueError: Layer 0 does not dispatch" in line and "use one of Gemma3, Glm4" in line
 
 
 def test_what_only_the_engines_first_step_finds_is_told_in_a_line(found):
-    line = found[2]["not served"]["Llama"]
+    line = found[2]["started"]["Llama"]
     assert line.startswith("the engine does not start with these settings; rank 0; found RuntimeError: "), line
     assert "head_dim=16" in line and line.endswith("; change what it names (its own flags are not ours)"), line
+
+
+def test_a_config_class_that_the_engine_brings_does_not_become_the_trainers(found):
+    assert found[2]["started"]["HyperCLOVAX"] == "nothing"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -118,6 +118,19 @@ def restored_host_state() -> Iterator[None]:
 
 
 @contextmanager
+def restored_configs() -> Iterator[None]:
+    """For some families (HyperCLOVAX) vLLM registers a class of its own, as which transformers would read config.json
+    from then on, for the trainer too. What is registered inside is forgotten."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    before = dict(CONFIG_MAPPING._extra_content)
+    try:
+        yield
+    finally:
+        CONFIG_MAPPING._extra_content = before
+
+
+@contextmanager
 def told_refusals(cfg: Any, model_path: str, *, on_gpu: bool, rank: int) -> Iterator[None]:
     """Errors of vLLM's inside, where an engine is built for a RolloutConfig or samples for the first time, as a
     UserError. Bugs of ours keep their traceback."""
@@ -206,7 +219,7 @@ def build_llm(
 
 
 def _build(llm_class: Any, arguments: dict[str, Any]) -> Any:
-    with lent_classes() as give_back:
+    with restored_configs(), lent_classes() as give_back:
         llm = llm_class(**arguments)
         give_back(llm.apply_model(lambda model: model)[0])
     return llm
