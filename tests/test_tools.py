@@ -335,6 +335,54 @@ def test_what_cannot_start_is_told_as_what_it_is(tmp_path, names, kwargs, expect
         it.wait_until_started()
 
 
+SHAPES = '''
+def rest(a: int, *more: int) -> int:
+    """Adds.
+
+    Args:
+        a: the first
+        more: and others
+    """
+
+
+def place(a: int, /, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: the first
+        b: the second
+    """
+
+
+def free(a: int, **options) -> str:
+    """Says what it was given.
+
+    Args:
+        a: the first
+    """
+    return f"{a} {options}"
+'''
+
+
+@pytest.mark.parametrize(("name", "found"), [("rest", r"\(a: int, \*more: int\)"), ("place", r"\(a: int, /, b: int\)")])
+def test_a_tool_with_arguments_that_have_no_name_is_refused(tmp_path, name, found):
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    expected = f"a tool's arguments cannot be given by name; {name} of .*; found {found}"
+    with hub(str(tmp_path / "shapes.py"), name) as it, pytest.raises(UserError, match=expected):
+        it.wait_until_started()
+
+
+def test_a_tool_that_takes_any_names_is_described_by_those_that_it_names(tmp_path):
+    (tmp_path / "shapes.py").write_text(SHAPES)
+    with hub(str(tmp_path / "shapes.py"), "free") as it:
+        reset(it, "a", **given(free={"k": "x"}))
+        [tool] = it.about["tools"].tools
+        assert tool["function"]["parameters"] == {
+            "type": "object", "properties": {"a": {"type": "integer", "description": "the first"}}, "required": ["a"],
+        }  # fmt: skip
+        assert texts(ask(it, "step", "a", reply(calls=[call("free", a=1)]))) == ["1 {'k': 'x'}"]
+
+
 # ---- Classes of verl's shape ----
 
 

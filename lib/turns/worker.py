@@ -7,6 +7,7 @@ the process says that it is stuck and is to be replaced.
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import json
 import math
@@ -208,11 +209,13 @@ def _schema(tool: Any) -> dict[str, Any]:
     name = getattr(tool, "__name__", type(tool).__name__)
     try:
         if not is_class_tool(tool):
-            return get_json_schema(tool)
+            return get_json_schema(_named_arguments(tool))
         schema = json.loads(json.dumps(schema_of(tool)))
         if not isinstance(schema["function"]["name"], str) or not isinstance(schema["function"]["parameters"], dict):
             raise ValueError(f"its schema is {str(schema)[:200]}")
         return schema
+    except StartError:
+        raise
     except Exception as error:  # of transformers its own kinds, for each thing that is missing
         expected = (
             'a tool_schema {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
@@ -223,6 +226,22 @@ def _schema(tool: Any) -> dict[str, Any]:
             f"a tool does not say what it takes; {name}; found {' '.join(str(error).split())[:300]}, expected "
             f"{expected}; write them: the model reads them"
         ) from error
+
+
+def _named_arguments(tool: Callable) -> Callable:
+    """A function without its **NAME, which stands for no argument of that name. Raises StartError for arguments that
+    cannot be given by name, as calls give all of them."""
+    name, signature = tool.__name__, inspect.signature(tool)
+    if any(it.kind in (it.POSITIONAL_ONLY, it.VAR_POSITIONAL) for it in signature.parameters.values()):
+        raise StartError(
+            f"a tool's arguments cannot be given by name; {name} of --turns.path; found {signature}, expected neither "
+            "/ nor *NAME, since the model gives each by its name; take it out"
+        )
+    kept = {it.name: it for it in signature.parameters.values() if it.kind != it.VAR_KEYWORD}
+    shown, hints = functools.wraps(tool)(lambda: None), getattr(tool, "__annotations__", {})
+    shown.__signature__ = signature.replace(parameters=[*kept.values()])
+    shown.__annotations__ = {name: hint for name, hint in hints.items() if name in (*kept, "return")}
+    return shown
 
 
 def _set_up(kind: type[Environment], spec: dict[str, Any], runner: asyncio.Runner) -> None:
