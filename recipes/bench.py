@@ -56,6 +56,8 @@ class Workload:
     """Mean of geometric lengths, in tokens; 0: every response has `response_len` tokens."""
     n: int = 8
     max_tokens_per_gpu: int = 8192
+    adapter_max_tokens_per_gpu: int = 0
+    """With adapters, which leave memory for more, and then wait less for the host; 0: as many."""
     gpu_memory_utilization: float = 0.5
     optimizer_offload: bool = False
     """Where all weights train."""
@@ -63,7 +65,7 @@ class Workload:
 
 WORKLOADS = {
     "tiny": Workload("tiny", 4, 16, n=4, max_tokens_per_gpu=2048),
-    "P1": Workload("1.7b", 64, 512, max_tokens_per_gpu=7168),
+    "P1": Workload("1.7b", 64, 512, max_tokens_per_gpu=7168, adapter_max_tokens_per_gpu=10240),
     "P2": Workload("0.6b", 256, 1024, mean_len=256, max_tokens_per_gpu=24576),
     "P3": Workload("4b", 64, 512, gpu_memory_utilization=0.45),
     "P4": Workload("0.6b", 64, 4096, max_tokens_per_gpu=32768, gpu_memory_utilization=0.85),
@@ -125,7 +127,7 @@ class BenchConfig:
     updates: int = 1
     """Optimizer steps per rollout; above 1 there is a pass for the old log-probs."""
     max_tokens_per_gpu: int | None = None
-    """Tokens of a micro-batch; None: the workload's, which suit all weights."""
+    """Tokens of a micro-batch; None: the workload's."""
     gradient_checkpointing: bool | None = None
     """Recompute each layer in the backward pass; None: only where the update would not fit without."""
     sleep: bool | None = None
@@ -184,6 +186,7 @@ def training_config(cfg: BenchConfig, workload: Workload, folder: str, world: Wo
             f"too few steps or updates; --steps {cfg.steps} --updates {cfg.updates}; expected 1 or more; raise it"
         )
     prompts = workload.prompts * (world.size if cfg.weak_scaling else 1)
+    own = (cfg.lora_rank and workload.adapter_max_tokens_per_gpu) or workload.max_tokens_per_gpu
     return train_grpo.GRPOConfig(
         model=ModelConfig(path=f"{folder}/model", gradient_checkpointing=cfg.gradient_checkpointing),
         data=DataConfig(train_files=(f"{folder}/prompts.parquet",), max_prompt_len=256),
@@ -199,7 +202,7 @@ def training_config(cfg: BenchConfig, workload: Workload, folder: str, world: Wo
         ),
         prompts_per_step=prompts,
         mini_batch_size=prompts * workload.n // cfg.updates,
-        max_tokens_per_gpu=workload.max_tokens_per_gpu if cfg.max_tokens_per_gpu is None else cfg.max_tokens_per_gpu,
+        max_tokens_per_gpu=own if cfg.max_tokens_per_gpu is None else cfg.max_tokens_per_gpu,
         num_steps=cfg.steps + 1,
         lora=LoRAConfig(rank=cfg.lora_rank, init=cfg.lora_init),
         optim=OptimConfig(lr=1e-5),

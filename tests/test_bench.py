@@ -87,8 +87,11 @@ def test_a_micro_batch_is_the_workloads_unless_told(tmp_path):
     from lib.dist import SINGLE
     from recipes.bench import WORKLOADS, BenchConfig
 
-    for told, tokens in ((None, 7168), (10240, 10240)):
-        config = training_config(BenchConfig(max_tokens_per_gpu=told), WORKLOADS["P1"], str(tmp_path), SINGLE)
+    for workload, rank, told, tokens in (
+        ("P1", 0, None, 7168), ("P1", 32, None, 10240), ("P1", 32, 9000, 9000), ("P3", 32, None, 8192),
+    ):  # fmt: skip
+        cfg = BenchConfig(max_tokens_per_gpu=told, lora_rank=rank)
+        config = training_config(cfg, WORKLOADS[workload], str(tmp_path), SINGLE)
         assert config.max_tokens_per_gpu == tokens
 
 
