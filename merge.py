@@ -22,7 +22,7 @@ from lib.config import parse_cli, reporting_errors, resolve_path
 from lib.errors import DamagedCheckpoint, LockstepError, UserError, check_fields
 from lib.regular_files import check_tree
 from lib.storage import is_verl, read_shards, read_verl_shards, verify
-from lib.storage.adapter import Adapter, hash_tensor, read_adapter, refuse_other_base
+from lib.storage.adapter import Adapter, folders_below, hash_tensor, read_adapter, refuse_other_base
 from lib.storage.checkpoint_folder import MANIFEST
 from lib.storage.export import check_target, check_tensors, compare_folders, expected_tensors, export, new_folder
 from lib.storage.peft_folder import export_adapter
@@ -42,7 +42,8 @@ class MergeConfig:
     target_dir: str = ""
     """Folder to write; it must not be there, or be empty, unless --force is given."""
     dtype: Literal["auto", "bfloat16", "float16", "float32", "keep"] = "auto"
-    """Precision of the written weights; auto: the one that config.json names; keep: the checkpoint's own."""
+    """Precision of the written weights; auto: the one that config.json names, or with an adapter the training's where
+    that one would round the sum again; keep: the checkpoint's own."""
     max_shard_gib: float = 4.0
     """Largest size of a written file, in GiB, above 0; a single larger tensor still has one file."""
     base: str | None = None
@@ -94,7 +95,7 @@ def merge(cfg: MergeConfig) -> None:
     shards = read_checkpoint(checkpoint, skip_verify=cfg.skip_verify)
     adapter = read_adapter(checkpoint / "huggingface")
     check_adapter_options(cfg, checkpoint, adapter)
-    check_base_stays(target, adapter, cfg)
+    check_base_stays(target, checkpoint / "huggingface", cfg)
     if cfg.adapter:
         base = base_to_name(cfg, adapter)
         with new_folder(target) as folder:
@@ -106,18 +107,27 @@ def merge(cfg: MergeConfig) -> None:
         base = None if cfg.base is None else resolve_path(cfg.base, "--base")
         shards = adapted_shards(checkpoint / "huggingface", adapter, expected.shapes, base=base)
     check_tensors(shards, expected)
-    config = read_json(checkpoint / "huggingface" / "config.json")
-    named = config.get("dtype", config.get("torch_dtype")) if cfg.dtype == "auto" else cfg.dtype
     with new_folder(target) as folder:
         written = export(
             shards, expected, checkpoint / "huggingface", folder,
-            dtype=PRECISIONS.get(named), max_file_bytes=int(cfg.max_shard_gib * 2**30),
+            dtype=precision(cfg, checkpoint, adapter), max_file_bytes=int(cfg.max_shard_gib * 2**30),
         )  # fmt: skip
     print(f"{target}: {written}")
     if cfg.test_hf_dir is not None:
         compare(target, resolve_path(cfg.test_hf_dir, "--test-hf-dir"), frozenset(expected.tied))
     if cfg.upload is not None:
         upload(target, cfg.upload, private=cfg.private)
+
+
+def precision(cfg: MergeConfig, checkpoint: Path, adapter: Adapter | None) -> torch.dtype | None:
+    """Of the written weights; None: the checkpoint's own."""
+    config = read_json(checkpoint / "huggingface" / "config.json")
+    named = PRECISIONS.get(config.get("dtype", config.get("torch_dtype")) if cfg.dtype == "auto" else cfg.dtype)
+    if cfg.dtype != "auto" or adapter is None or named is None:
+        return named
+    # Most of a small update is less than half a step of a narrower grid: what the engine sampled with is kept.
+    own = PRECISIONS[adapter.dtype]
+    return named if torch.promote_types(named, own) is named else own
 
 
 def check_adapter_options(cfg: MergeConfig, checkpoint: Path, adapter: Adapter | None) -> None:
@@ -136,17 +146,17 @@ def check_adapter_options(cfg: MergeConfig, checkpoint: Path, adapter: Adapter |
         )
 
 
-def check_base_stays(target: Path, adapter: Adapter | None, cfg: MergeConfig) -> None:
+def check_base_stays(target: Path, checkpoint: Path, cfg: MergeConfig) -> None:
     """Raises UserError where the target is, or holds, a model under the adapter: --force would replace it."""
-    base = cfg.base
-    while adapter is not None:
-        folder = resolve_path(base or adapter.base, "--base").resolve()
+    models = [*folders_below(checkpoint)]
+    if cfg.base is not None and (base := resolve_path(cfg.base, "--base")).is_dir():  # else a hub id, or refused later
+        models += [base, *folders_below(base)]
+    for folder in (Path(os.path.realpath(model)) for model in models):
         if target in (folder, *folder.parents):
             raise UserError(
                 f"--target-dir would replace the model under the adapter; {target}; found it at or around {folder}, "
                 "expected another place: no checkpoint of the adapter could be used any more; choose a new folder"
             )
-        adapter, base = read_adapter(folder), None
 
 
 def base_to_name(cfg: MergeConfig, adapter: Adapter) -> str:

@@ -127,10 +127,11 @@ def test_the_columns_of_episodes_are_read_again_and_the_datas_own_of_these_names
         "reply": "five", "num_turns": 4, "tool_calls": 1, "turn_rewards": [0.5], "tool_rewards": [-0.05, 0.0],
         "turn_scores": [1.0],
     }  # fmt: skip
-    foreign = pa.table({"responses": [["a"]]} | {name: [["7", "8"]] for name in EPISODE_COLUMNS})
-    assert groups_of(foreign)[0].episodes is None
-    write_output(tmp_path / "out.parquet", foreign, [group(0, responses=["a"])])
-    assert pq.read_table(tmp_path / "out.parquet")["turns"].to_pylist() == [["7", "8"]]
+    for own in (["7", "8"], ["7"], ["[7]"], ["[" * 10_000], [["7"]], ['{"role": "user"}']):  # as many as responses, too
+        foreign = pa.table({"responses": [["a"]]} | {name: [own] for name in EPISODE_COLUMNS})
+        assert groups_of(foreign)[0].episodes is None
+        write_output(tmp_path / "out.parquet", foreign, [group(0, responses=["a"])])
+        assert pq.read_table(tmp_path / "out.parquet")["turns"].to_pylist() == [own]
 
 
 SAID = {"role": "assistant", "content": "five<|im_end|>", "num_tokens": 5}
@@ -139,7 +140,6 @@ SAID = {"role": "assistant", "content": "five<|im_end|>", "num_tokens": 5}
 @pytest.mark.parametrize(
     ("turns", "found"),
     [
-        ([["7"]], r"row 0 column 'turns'; found \['7'\]"),
         ([[json.dumps([SAID])]], "row 0 column 'turns'; found .*five"),  # of a run of before: the text is not known
         ([[json.dumps([SAID | {"text": "five"}])], None], "row 1 column 'turns'; found None"),  # files of both kinds
     ],

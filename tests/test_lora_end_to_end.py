@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +14,11 @@ from safetensors.torch import save_file
 
 from lib.dist import SINGLE
 from lib.errors import UserError
+from lib.launch.resume import Resume
+from lib.model.lora import LoRAConfig
+from lib.storage.model_folder import check_model_files
 from lib.storage.model_source import verify_actor
+from lib.storage.weights import hash_tensors
 from lib.tracking.run_folder import read_metrics
 from tests.merge_checkpoints import merged, weights
 from tests.prefork import prefork
@@ -176,10 +181,19 @@ def test_what_does_not_fit_a_checkpoint_is_told_before_a_model_is_loaded(run, fi
     make_tokenizer(make_model(files / "other", seed=7))
     other = words(files, "b", *branch, "4", num_steps=4, model="other")
     assert "the adapter was trained on another model" in refusal(2, *other)
+    shutil.copytree(files / "model", files / "untied")  # computes with what the adapter was not trained beside
+    settings = json.loads((files / "untied" / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (files / "untied" / "config.json").write_text(json.dumps(settings))
+    line = refusal(1, *words(files, "b", *branch, "4", num_steps=4, model="untied"))
+    assert "the adapter was trained on another model" in line and "lm_head.weight" in line
     beside = merged(folder / "global_step_2" / "actor", files / "beside", adapter=True)
     own = "the checkpoint has an adapter of its own"
     assert own in (line := refusal(1, *words(files, "b", *branch[:2], "--lora.path", str(beside), num_steps=4)))
     assert "say --lora.rank 4 --lora.alpha 8 --lora.targets down_proj gate_proj" in line
+    model = check_model_files(str(files / "model"), max_prompt_len=24, max_response_len=12)
+    model = replace(model, tensor_hashes=hash_tensors(files / "model", SINGLE))
+    began = {"config": {"lora": {"path": os.path.relpath(beside)}}}  # of this very adapter, spelt otherwise
+    Resume(path=folder / "global_step_3", trainer=began).check_base(model, LoRAConfig(path=str(beside)))
     assert "has not; no_proj; found q_proj" in refusal(1, *words(files, "c", *LORA, "--lora.targets", "no_proj"))
 
 
@@ -213,6 +227,13 @@ def test_overwrite_never_moves_away_what_the_run_begins_with(run, files):
     assert f"{moved}--model.path" in refusal(1, *words(files, "run", "--overwrite", *LORA, model="run"))
     other = ("--model.reference-path", str(folder), "--kl-loss-coef", "0.1")
     assert f"{moved}--model.reference-path" in refusal(1, *words(files, "run", "--overwrite", *other))
+    above = files / "above" / "global_step_3" / "actor"  # as a run that began with this one saves it
+    shutil.copytree(folder / "global_step_3" / "actor", above)
+    saved = json.loads((above / "huggingface" / "adapter.json").read_text())
+    saved["base"] = str(folder / "global_step_3" / "actor" / "huggingface")
+    (above / "huggingface" / "adapter.json").write_text(json.dumps(saved))
+    line = refusal(1, *words(files, "run", "--overwrite", model="above/global_step_3/actor"))
+    assert f"{moved}--model.path" in line and f"found the model under its adapter, {saved['base']}, in" in line
     assert (folder / "global_step_3").is_dir() and inside.is_dir()
     shutil.rmtree(inside)
 
@@ -222,10 +243,15 @@ def test_force_never_replaces_the_model_under_an_adapter(run, files):
     before = (files / FILE).read_bytes()
     link = files / "link"
     link.symlink_to(files / "model")
-    for target, more in ((files / "model", {}), (link, {}), (files / "model", {"adapter": True})):
+    copy = str(shutil.copytree(files / "model", files / "copy"))
+    for target, more in (
+        (files / "model", {}), (link, {}), (files / "model", {"adapter": True}), (files / "model", {"base": copy}),
+        (files / "copy", {"base": copy}), (files / "model", {"adapter": True, "base": "Qwen/Qwen3-4B"}),
+    ):  # fmt: skip
         with pytest.raises(UserError, match="--target-dir would replace the model under the adapter"):
             merged(actor, target, force=True, **more)
     assert (files / FILE).read_bytes() == before
+    merged(actor, files / "elsewhere", base=copy)
 
 
 def test_an_exported_adapter_is_replaced_by_force_alone_and_only_where_nothing_else_lies(run, files):

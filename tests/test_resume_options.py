@@ -16,6 +16,7 @@ from lib.launch.branch import MAY_DIFFER, flat
 from lib.launch.checks import check_input, load_prompts
 from lib.launch.resume import find_resume, with_date
 from lib.model.critic_config import CriticConfig
+from lib.model.networks import ModelConfig
 from lib.model.optim import OptimConfig
 from lib.storage.checkpoint_folder import hash_files, publish
 from lib.storage.model_folder import check_model_files
@@ -96,6 +97,34 @@ def test_the_whole_command_says_so_before_a_model_is_loaded(model, run, tmp_path
     cfg = options(model, run, *lens, "--data.train-files", tmp_path / "train.parquet", "--seed", 5)
     with pytest.raises(UserError, match="seed was 0 and is 5"):
         check_input(cfg, SINGLE)
+
+
+# ---- What --overwrite moves ----
+
+
+def test_overwrite_moves_what_the_run_does_not_begin_with(model, run, tmp_path, monkeypatch):
+    """Within the run's folder: no path, a hub id, what is no path, and one that is refused later."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    monkeypatch.chdir(run)
+    for words in (
+        (), ("--model.reference-path", "Qwen/Qwen3-0.6B"), ("--model.reference-path", tmp_path / "loop"),
+        ("--model.reference-path", "~no-such-user/model"),
+        ("--reward.kwargs", '{"model": {"path": ["a"]}, "judge_model": {"path": "global_step_4"}}'),
+    ):  # fmt: skip
+        assert find_resume(options(model, ".", "--overwrite", *words), SINGLE).step == 0
+    assert find_resume(PPOConfig(run_dir=".", overwrite=True), SINGLE).step == 0  # whose critic has no path
+
+
+def test_overwrite_does_not_move_what_the_run_begins_with(model, run, tmp_path):
+    (tmp_path / "link").symlink_to(run)
+    critic = CriticConfig(model=ModelConfig(path=str(run / "global_step_4" / "critic")))
+    (run / "global_step_4" / "critic").mkdir()
+    for option, cfg in (
+        ("--critic.model.path", PPOConfig(run_dir=str(run), overwrite=True, critic=critic)),
+        ("--model.reference-path", options(model, run, "--overwrite", "--model.reference-path", tmp_path / "link")),
+    ):
+        with pytest.raises(UserError, match=f"--overwrite moves away what the run begins with; {option} .*found it in"):
+            find_resume(cfg, SINGLE)
 
 
 # ---- The date of its prompts ----

@@ -133,7 +133,8 @@ def restored_configs() -> Iterator[None]:
 @contextmanager
 def told_refusals(cfg: Any, model_path: str, *, on_gpu: bool, rank: int) -> Iterator[None]:
     """Errors of vLLM's inside, where an engine is built for a RolloutConfig or samples for the first time, as a
-    UserError. Bugs of ours keep their traceback."""
+    UserError. Bugs of ours keep their traceback where the family is proved; elsewhere nobody can tell them from what
+    the model does."""
     try:
         yield
     except LockstepError:

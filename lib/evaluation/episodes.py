@@ -119,7 +119,17 @@ def read_columns_of(table: "pa.Table", where: str) -> list[list[Episode]] | None
 
 def _has_turns(turns: Any, responses: list[str]) -> bool:
     """Whether they are the responses'; otherwise the column is the data's own."""
-    return isinstance(turns, list) and len(turns) == len(responses)
+    return isinstance(turns, list) and len(turns) == len(responses) and all(_are_messages(it) for it in turns)
+
+
+def _are_messages(turns: Any) -> bool:
+    """Whether they are a response's turns, or none, as eval.py or a run writes them, of whatever version."""
+    try:
+        messages = json.loads(turns) if isinstance(turns, str) else turns
+    except (ValueError, RecursionError):
+        return False
+    are_read = messages is None or isinstance(messages, list)
+    return are_read and all(isinstance(it, dict) and "role" in it for it in messages or ())
 
 
 def _read_row(row: Mapping[str, Any], where: str) -> list[Episode]:

@@ -29,9 +29,10 @@ from lib.model.lora import LoRAConfig
 from lib.model.networks import CausalPolicy, Critic
 from lib.model.optim import lr_factor, schedule_end
 from lib.rewards.trial import code_hash
-from lib.storage.adapter import check_base, read_adapter
+from lib.storage.adapter import check_base, folders_below, read_adapter
 from lib.storage.checkpoint_folder import Found, check, find_checkpoints, share, verify
 from lib.storage.model_folder import ModelFiles
+from lib.storage.model_source import find_actor
 from lib.tracking.run_folder import has_ended, launch_id, read_status
 from lib.turns.start import Turns
 
@@ -104,7 +105,7 @@ class Resume:
                 f"{adapter.scale:g}: its weights would be another model's; give --lora.alpha its value of then"
             )
         began = self.trainer["config"].get("lora", {}).get("path")
-        if lora.path not in (None, began):
+        if lora.path is not None and (began is None or not _are_one(lora.path, began)):
             raise UserError(
                 f"the checkpoint has an adapter of its own; {self.path}; found --lora.path {lora.path}, expected "
                 f"{began or 'none'}, as its run had it: another would not be read; say --lora.rank {lora.rank} "
@@ -248,15 +249,31 @@ def _look(cfg: TrainConfig) -> tuple[list[Found], bool, str | None]:
 
 def _check_nothing_needed(folder: Path, cfg: TrainConfig) -> None:
     """Raises UserError where --overwrite would move away what the run begins with."""
-    for option, path in flat(json.loads(json.dumps(to_json(cfg)))).items():
-        if option.endswith(("model.path", "model.reference_path", "lora.path")) and path is not None:
-            place = _folder(path)
-            if place is not None and folder.resolve() in (place.resolve(), *place.resolve().parents):
-                name = option.replace("_", "-")
-                raise UserError(
-                    f"--overwrite moves away what the run begins with; --{name} {path}; found it in --run-dir "
-                    f"{cfg.run_dir}, expected another place; choose another --run-dir, or move the run yourself"
-                )
+    critic = getattr(cfg, "critic", None)
+    named = {
+        "--model.path": cfg.model.path, "--model.reference-path": cfg.model.reference_path,
+        "--critic.model.path": critic and critic.model.path, "--lora.path": cfg.lora.path,
+    }  # fmt: skip
+    for option, path in named.items():
+        place = _folder(path) if path else None
+        if place is None or not os.path.exists(place):
+            continue  # none, a hub id, or what is refused later
+        needed = [place]
+        if not _lies_in(place, folder):
+            actor, _ = find_actor(path, option)
+            needed += [] if actor is None else folders_below(actor / "huggingface")
+        if there := [it for it in needed if _lies_in(it, folder)]:
+            raise UserError(
+                f"--overwrite moves away what the run begins with; {option} {path}; found "
+                f"{'it' if there[0] == place else f'the model under its adapter, {there[0]},'} in --run-dir "
+                f"{cfg.run_dir}, expected another place; choose another --run-dir, or move the run yourself"
+            )
+
+
+def _lies_in(place: Path, folder: Path) -> bool:
+    """Whether it is the folder or within it, by whatever links."""
+    place, folder = (Path(os.path.realpath(it)) for it in (place, folder))
+    return folder in (place, *place.parents)
 
 
 def _begins_again(folder: Path, status: Mapping[str, Any], cfg: TrainConfig) -> bool:
@@ -303,6 +320,12 @@ def _read_config(folder: Path) -> dict[str, Any] | None:
         return saved if isinstance(saved["checkpoint"]["resume"], str) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _are_one(path: str, other: str) -> bool:
+    """Whether two paths name one folder, or would."""
+    places = [_folder(path), _folder(other)]
+    return path == other or (None not in places and os.path.realpath(places[0]) == os.path.realpath(places[1]))
 
 
 def _folder(path: str) -> Path | None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lib.dist import World
 from lib.model.fsdp import full_tensor, reshard
-from lib.model.lora import LoRAConfig
+from lib.model.lora import LoRAConfig, initial_factor
 from lib.model.networks import CausalPolicy, put_
 from lib.storage.adapter import START
 from lib.storage.peft_folder import read_peft
@@ -101,7 +101,10 @@ def principal_factors(name: str, weight: Tensor, *, rank: int, scale: float) -> 
     roots = (values[:rank] / scale).sqrt()
     a0, b0 = (v[:, :rank] * roots).T, u[:, :rank] * roots
     signs = a0.gather(1, a0.abs().argmax(1, keepdim=True)).sign()  # (rank, 1); a direction has two signs
-    return a0 * signs, b0 * signs.T
+    a0, b0 = a0 * signs, b0 * signs.T
+    if bool((is_zero := roots == 0).any()):  # as of layers that were added to a model: nothing there would ever learn
+        a0[is_zero] = initial_factor(name, a0.shape, seed=0).to(a0.device)[is_zero]
+    return a0, b0
 
 
 # ---- The cache ----

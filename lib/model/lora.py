@@ -54,10 +54,7 @@ class LoRAConfig:
             targets=(bool(self.targets), f"names of modules, or {ALL_LINEAR}"),
         )
         if self.rank == 0 and (said := [name for name in _NAMES if getattr(self, name) != getattr(LoRAConfig, name)]):
-            raise UserError(
-                f"--lora.{said[0]} means nothing without adapters; found --lora.rank 0, expected 1 or more; add "
-                f"--lora.rank 32, or leave it out (where a recipe gives it, say {getattr(LoRAConfig, said[0])!r})"
-            )
+            raise _refuse_alone(said[0])
 
     def _take_from_folder(self) -> None:
         """Fills rank, alpha and targets from the folder's. Raises UserError when they are others."""
@@ -70,7 +67,10 @@ class LoRAConfig:
             object.__setattr__(self, name, value)
 
     def check_said(self, said: Mapping[str, Sequence[str]]) -> None:
-        """Raises UserError where a command line says, in these words, what the folder has otherwise: a default too."""
+        """Raises UserError where a command line says, in these words, what the folder has otherwise, or what means
+        nothing without adapters: a default too."""
+        if self.rank == 0 and "rank" not in said and (alone := [name for name in _NAMES if name in said]):
+            raise _refuse_alone(alone[0])
         for name, words in said.items() if self.path is not None else ():
             value = getattr(self, name)
             given = tuple(words) if isinstance(value, tuple) else type(value)(words[0])
@@ -78,10 +78,9 @@ class LoRAConfig:
                 raise self._refuse(name, given, value)
 
     def _refuse(self, name: str, given: Any, value: Any) -> UserError:
-        said = " ".join((f"--lora.{name}", *(value if isinstance(value, tuple) else (str(value),))))
         return UserError(
             f"an adapter that is there has its own --lora.{name}; --lora.path {self.path}; found {given!r}, expected "
-            f"{value!r}; leave --lora.{name} out, or where a recipe gives it, say {said}"
+            f"{value!r}; leave --lora.{name} out, or where a recipe gives it, say {_in_words(name, value)}"
         )
 
     @property
@@ -92,6 +91,18 @@ class LoRAConfig:
 
 def _are_equal(given: Any, value: Any) -> bool:
     return {*given} == {*value} if isinstance(value, tuple) else given == value
+
+
+def _in_words(name: str, value: Any) -> str:
+    return " ".join((f"--lora.{name}", *(value if isinstance(value, tuple) else (str(value),))))
+
+
+def _refuse_alone(name: str) -> UserError:
+    default = _in_words(name, getattr(LoRAConfig, name))
+    return UserError(
+        f"--lora.{name} means nothing without adapters; found --lora.rank 0, expected 1 or more; add --lora.rank 32, "
+        f"or leave it out (where a recipe gives it, say --lora.rank 0 {default})"
+    )
 
 
 _NAMES = ("alpha", "targets", "exclude", "init")

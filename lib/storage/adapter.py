@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,12 +32,14 @@ FACTORS = ("lora_A", "lora_B")
 START = ("lora_A0", "lora_B0")
 """Where PiSSA's begin, and stay."""
 ALL_LINEAR = "all-linear"
+ROWS = 1024
+"""Of a weight that are in memory in float64 at once."""
 
 
 @torch.library.custom_op("lockstep::effective_weight", mutates_args=())
 def effective_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The weight (out, in) with `a` (rank, in) and `b` (out, rank) added, all of one dtype: a sum in float32, rounded
-    once.
+    """The weight (out, in) with `a` (rank, in) and `b` (out, rank) added, all of one dtype: a sum in float32 or more,
+    then rounded.
 
     An operation that no compiler looks into: it must give the same bits within a compiled layer and outside.
     """
@@ -57,8 +59,12 @@ def put_effective_weight_(out: Tensor, weight: Tensor, a: Tensor, b: Tensor, sca
         from lib.storage.adapter_kernel import put_sum_  # where triton is
 
         put_sum_(out, weight, a, b, scale)
-    else:
-        torch.addmm(weight, b, a, alpha=scale, out=out)
+        return
+    # In float64: its rounding shows in no number that is kept (but for one in 10^10 in float32), so processors of other
+    # kinds, whose sums have another order, make the same bits. A model under an adapter is known by them.
+    a = a.double()
+    for out_rows, weight_rows, b_rows in zip(out.split(ROWS), weight.split(ROWS), b.split(ROWS), strict=True):
+        out_rows.copy_(torch.addmm(weight_rows.double(), b_rows.double(), a, alpha=scale))
 
 
 def is_adapter(name: str) -> bool:
@@ -164,6 +170,15 @@ def read_adapter(folder: Path) -> Adapter | None:
             "expected base, dtype, scale and the hashes of tensors; use another checkpoint, or copy this one again"
         ) from error
     return Adapter(**found)
+
+
+def folders_below(folder: Path) -> Iterator[Path]:
+    """The models under the adapter of a checkpoint's huggingface folder, whether or not they are there: its base, and
+    where that is a checkpoint with an adapter, what lies under it. Raises DamagedCheckpoint."""
+    seen = {folder}
+    while (adapter := read_adapter(folder)) is not None and (folder := Path(adapter.base)) not in seen:
+        seen.add(folder)  # folders that were renamed may lie in a circle
+        yield folder
 
 
 def hash_tensor(tensor: Tensor) -> str:

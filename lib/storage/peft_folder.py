@@ -117,7 +117,9 @@ def read_peft(path: str, option: str) -> PeftAdapter:
     folder = resolve_path(path, option)
     if not folder.is_dir():
         raise UserError(
-            f"no such folder; {option} {path}; found nothing, expected a folder with {CONFIG}; check the path"
+            f"no such folder; {option} {path}; found nothing, expected a folder with {CONFIG}; check the path; "
+            "a run that began with it goes on without it in a new --run-dir: --checkpoint.resume, and --lora.rank, "
+            "--lora.alpha and --lora.targets instead"
         )
     if not (folder / CONFIG).is_file():
         raise UserError(
