@@ -104,7 +104,7 @@ def merge(cfg: MergeConfig) -> None:
         return
     expected = expected_tensors(checkpoint / "huggingface")
     if adapter is not None:
-        base = None if cfg.base is None else resolve_path(cfg.base, "--base")
+        base = None if cfg.base is None else base_folder(cfg.base)
         shards = adapted_shards(checkpoint / "huggingface", adapter, expected.shapes, base=base)
     check_tensors(shards, expected)
     with new_folder(target) as folder:
@@ -168,12 +168,7 @@ def base_to_name(cfg: MergeConfig, adapter: Adapter) -> str:
     if cfg.base is not None and not Path(base).is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", base):
         print(f"warning: nothing proves that {base} is the model that the adapter was trained on", file=sys.stderr)
         return base
-    folder = resolve_path(base, "--base")
-    if not folder.is_dir():
-        raise UserError(
-            f"the model under the adapter is not there; {folder}; found nothing, expected what it was trained on; give "
-            "its folder or its hub id as --base"
-        )
+    folder = base_folder(base)
     if shards_beside(folder) is not None:
         raise UserError(
             f"no other system loads the model under the adapter; {folder}; found a checkpoint of a run, expected a "
@@ -184,6 +179,17 @@ def base_to_name(cfg: MergeConfig, adapter: Adapter) -> str:
         if name not in weights.files or hash_tensor(weights.read(name)) != digest:
             raise refuse_other_base(name, folder)
     return str(folder)
+
+
+def base_folder(base: str) -> Path:
+    """The folder of the model under an adapter. Raises UserError where there is none."""
+    folder = resolve_path(base, "--base")
+    if not folder.is_dir():
+        raise UserError(
+            f"the model under the adapter is not there; {folder}; found nothing, expected what it was trained on; give "
+            "its folder as --base, or beside --adapter its hub id"
+        )
+    return folder
 
 
 def find_model(local_dir: str) -> Path:

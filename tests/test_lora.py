@@ -409,7 +409,10 @@ def test_another_base_of_equal_shapes_is_refused(results, base, tmp_path):
     fused = make_model(tmp_path / "fused", kind="phi3")  # whose tensors have other names
     for folder, told in (
         (fused, r"the adapter was trained on another model; .*fused; found .* in model\.layers\.0"),
-        (tmp_path / "none", r"no such folder; --base .*none; found nothing, expected the model that"),
+        (
+            tmp_path / "none",
+            r"the model under the adapter is not there; .*none; found nothing, .* as --base, or beside --adapter",
+        ),
     ):
         with pytest.raises(UserError, match=told):
             merged(actor, tmp_path / "out", base=str(folder), skip_verify=True)

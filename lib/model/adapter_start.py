@@ -113,7 +113,7 @@ def principal_factors(name: str, weight: Tensor, *, rank: int, scale: float) -> 
 def cache_file(lora: LoRAConfig, hashes: Mapping[str, str], precision: str) -> Path | None:
     """A file whose name changes with the weights, their precision, the kind of device, the rank, the scale and the
     method; None for a user without a home."""
-    what = [dict(hashes), precision, lora.rank, lora.scale, NUM_ITERATIONS, torch.__version__]
+    what = [dict(hashes), precision, lora.rank, lora.scale, NUM_ITERATIONS, "kaiming for zero", torch.__version__]
     what = json.dumps(what, sort_keys=True)
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -60,8 +60,8 @@ def put_effective_weight_(out: Tensor, weight: Tensor, a: Tensor, b: Tensor, sca
 
         put_sum_(out, weight, a, b, scale)
         return
-    # In float64: its rounding shows in no number that is kept (but for one in 10^10 in float32), so processors of other
-    # kinds, whose sums have another order, make the same bits. A model under an adapter is known by them.
+    # In float64: processors of different kinds add in a different order, and what that changes is lost when the sum is
+    # rounded. A model under an adapter is known by these bits.
     a = a.double()
     for out_rows, weight_rows, b_rows in zip(out.split(ROWS), weight.split(ROWS), b.split(ROWS), strict=True):
         out_rows.copy_(torch.addmm(weight_rows.double(), b_rows.double(), a, alpha=scale))

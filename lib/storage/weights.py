@@ -32,27 +32,24 @@ class AdaptedFolder:
     """The weights of a base model with an adapter added: the engine's in training, bit for bit."""
 
     def __init__(self, path: Path, adapter: Adapter, factors: "Factors", *, base: Path | None = None) -> None:
-        """`path`: the adapter's. `base`: where its model is now. Raises UserError when that is not there,
-        DamagedCheckpoint for an adapter that does not fit it."""
-        said, base = base, base or Path(adapter.base)
-        if not base.is_dir():
-            remedy = "put that model back there, or merge with python merge.py --base DIR"
+        """`path`: the adapter's. `base`: where somebody says that its model is now. Raises UserError when that is not
+        there, or is another model, DamagedCheckpoint for an adapter that does not fit its own."""
+        folder = base or Path(adapter.base)
+        if not folder.is_dir():
             raise UserError(
-                f"the model under an adapter is gone; {path}; found no {base}, which it was trained on; {remedy}"
-                if said is None
-                else f"no such folder; --base {base}; found nothing, expected the model that {path} was trained on; "
-                "check the path"
+                f"the model under an adapter is gone; {path}; found no {folder}, which it was trained on; put that "
+                "model back there, or merge with python merge.py --base DIR"
             )
-        self.path, self._adapter, self._base_path = path, adapter, base
-        self._base, self._factors = open_weights(base), factors
+        self.path, self._adapter, self._base_path = path, adapter, folder
+        self._base, self._factors = open_weights(folder), factors
         self.files = self._base.files
         known = {factor for name in self.files for factor in factors_of(name, with_start=True)}
         if unknown := sorted({*factors.shapes} - known):
-            if said is not None:
-                raise refuse_other_base(unknown[0].rpartition(".")[0] + ".weight", said)
+            if base is not None:
+                raise refuse_other_base(unknown[0].rpartition(".")[0] + ".weight", base)
             raise DamagedCheckpoint(
                 f"an adapter does not fit its base model; {path}; found {some(unknown)}, expected factors of the "
-                f"weights in {base}; {ANOTHER}"
+                f"weights in {folder}; {ANOTHER}"
             )
 
     def read(self, name: str) -> Tensor:
