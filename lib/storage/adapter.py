@@ -199,6 +199,6 @@ def refuse_other_base(name: str, folder: str | Path) -> UserError:
     """The error for a base model whose tensor `name` is another, be its shape the same."""
     return UserError(
         f"the adapter was trained on another model; {folder}; found other numbers in {name}, or none, expected those "
-        "that it was trained beside; give the model that the run began with (--model.path; of merge.py, --base), or copy "
-        "it there again"
+        "that it was trained beside; give the model that the run began with (--model.path; of merge.py, --base), or "
+        "copy it there again"
     )
